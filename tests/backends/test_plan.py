@@ -271,6 +271,22 @@ def test_explain_prints_the_plan_of_a_named_device():
     assert "hopper" not in str(explain(GATED, meta(), "triton", device=A100))
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("NVIDIA H100", "; did you mean 'NVIDIA H100 80GB HBM3'?"),
+        ("H100 PCIe", "; did you mean 'NVIDIA H100 80GB HBM3'?"),
+        ("nvidia h200", "; did you mean 'NVIDIA H200'?"),
+        ("NVIDIA A100 80GB PCIe", "; did you mean 'NVIDIA A100-SXM4-80GB'?"),
+        ("NVIDIA B100", ""),  # near to others by its letters only
+    ],
+)
+def test_an_unknown_device_suggests_the_same_model_or_none(name, hint):
+    with pytest.raises(ConfigError) as error:
+        DeviceSpec.named(name)
+    assert str(error.value).endswith(f"got {name!r}{hint}")
+
+
 def test_explain_refuses_an_unknown_device_with_the_known_names():
     with pytest.raises(ConfigError, match=r"device name must be one of 'NVIDIA H200', .*, got 'NVIDIA Q1'"):
         explain(GATED, meta(), "triton", device="NVIDIA Q1")
@@ -371,19 +387,3 @@ def test_long_sequences_have_programs_of_64_values(change, forward, backward):
     case = problem(**({"H": 16} | change))
     plan = make_plan(case, H200, heuristic(case, H200), grad=True)
     assert (plan.forward_halved_from, plan.halved_from) == (forward, backward)
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("NVIDIA H100", "; did you mean 'NVIDIA H100 80GB HBM3'?"),
-        ("H100 PCIe", "; did you mean 'NVIDIA H100 80GB HBM3'?"),
-        ("nvidia h200", "; did you mean 'NVIDIA H200'?"),
-        ("NVIDIA A100 80GB PCIe", "; did you mean 'NVIDIA A100-SXM4-80GB'?"),
-        ("NVIDIA B100", ""),  # near to others by its letters only
-    ],
-)
-def test_an_unknown_device_suggests_the_same_model_or_none(name, hint):
-    with pytest.raises(ConfigError) as error:
-        DeviceSpec.named(name)
-    assert str(error.value).endswith(f"got {name!r}{hint}")

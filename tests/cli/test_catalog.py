@@ -9,7 +9,6 @@ import deltazoo
 from deltazoo import StackSpec, UpdateMeta, explain
 from deltazoo.backends import registry
 from deltazoo.blocks import document, presets
-from deltazoo.blocks.inspect import catalog
 from deltazoo.mixers.core.config import config_class
 
 
@@ -93,7 +92,9 @@ def test_every_mixer_states_its_family_and_purpose_and_dates_its_paper(ok):
     ],
 )
 def test_year_of_a_source(source, expected):
-    assert catalog.year(source) == expected
+    from deltazoo.blocks.inspect.catalog import year
+
+    assert year(source) == expected
 
 
 def test_parameters_of_a_preset_are_those_of_the_model(ok):
@@ -136,7 +137,9 @@ def test_a_mixer_without_family_and_year_is_listed_last(ok, monkeypatch):
         registry, "names", lambda group: [*installed(group), *(["mine"] if group == registry.MIXERS else [])]
     )
     monkeypatch.setattr(registry, "owner", lambda group, name: "deltazoo 0.1.0")
-    monkeypatch.setattr(catalog, "config_class", lambda name: Mine if name == "mine" else config_class(name))
+    monkeypatch.setattr(
+        "deltazoo.blocks.inspect.catalog.config_class", lambda name: Mine if name == "mine" else config_class(name)
+    )
     assert ok("list", "mixers").out.splitlines()[-2:] == ["other", "  mine"]
 
 
