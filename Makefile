@@ -22,7 +22,7 @@ OLDEST := torch==2.11.0 triton==3.6.0 "setuptools>=77,<82"
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element prefetch triton_cross_entropy triton_glu triton_norm triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
-.PHONY: demo test test-kernels test-oldest test-integrations test-all lint docs docs-external bench bench-baseline readme-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-integrations test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -77,9 +77,9 @@ bench: $(READY)
 bench-baseline: $(READY)
 	$(BIN)/python -m pytest tests/bench --benchmark-storage=file://$(BASELINE) --benchmark-save=baseline $(ARGS)
 
-# Measure the CPU table of README.md on this machine.
-readme-table: $(READY)
-	$(BIN)/deltazoo bench --backends compile,reference --markdown README.md $(ARGS)
+# Measure the CPU table of docs/benchmarks.md on this machine.
+cpu-table: $(READY)
+	$(BIN)/deltazoo bench --backends compile,reference --markdown docs/benchmarks.md $(ARGS)
 
 # The full product of specs, shapes and dtypes: five to six hours of one core. Parts are selected by name:
 # make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".

@@ -1,11 +1,7 @@
-"""Which kernels compute each mixer on a Hopper GPU; also a Sphinx extension, whose directive `kernel-table` shows it.
-
-`python docs/_ext/kernel_table.py` writes the summary into README.md.
-"""
+"""Which kernels compute each mixer on a Hopper GPU; a Sphinx extension, whose directive `kernel-table` shows it."""
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,10 +14,9 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 DEVICE, WIDTH, SHAPE = "NVIDIA H200", 2048, (8, 4096)
 CONDITIONS = f"{DEVICE}, width {WIDTH}, default fields, bfloat16, {SHAPE[0]} x {SHAPE[1]} tokens, training"
 DECODE = (
-    "* All of a decode step between the projections and the output map is one kernel, or two if value heads share the "
-    "key heads of a convolution."
+    "Fused: all of a decode step between the projections and the output map is one kernel, or two if value heads share "
+    "the key heads of a convolution."
 )
-BEGIN, END = "<!-- kernels -->", "<!-- /kernels -->"
 
 FAMILIES = {
     "hopper": "Hopper kernels (Gluon, sm_90), forward and backward",
@@ -79,28 +74,14 @@ def all_mixers() -> list[MixerKernels]:
     return [mixer_kernels(name) for name in names if registry.is_built_in(registry.MIXERS, name)]
 
 
-def summary(mixers: list[MixerKernels]) -> str:
-    """Format README's table: the mixers of each family. An asterisk marks a fused decode step."""
-    rows = [f"{CONDITIONS}. {DECODE}", "", "| kernels | mixers |", "| --- | --- |"]
-    for family, about in FAMILIES.items():
-        names = ", ".join(f"`{m.name}`" + "\\*" * m.decode for m in mixers if m.family == family)
-        if names:
-            rows.append(f"| {about} | {names} |")
-    return "\n".join(rows)
-
-
-def insert(text: str, table: str) -> str:
-    """Replace the table between the markers in a page."""
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
-
-
 def rows(mixers: list[MixerKernels]) -> Iterator[list[str]]:
-    """Yield the cells of the site's table: a row for each mixer that has kernels."""
-    for mixer in mixers:
-        if mixer.forward:
-            decode = "fused" if mixer.decode else "update only"
-            yield [f"`{mixer.name}`", *(" → ".join(names) for names in (mixer.forward, mixer.backward)), decode]
+    """Yield the cells of the site's table: a row for each mixer, those of a family together."""
+    for family in FAMILIES:
+        for mixer in mixers:
+            if mixer.family == family:
+                decode = "" if family == "none" else "fused" if mixer.decode else "update only"
+                names = (" → ".join(kernels) for kernels in (mixer.forward, mixer.backward))
+                yield [f"`{mixer.name}`", family, *names, decode]
 
 
 def setup(app: object) -> dict[str, bool]:
@@ -110,24 +91,13 @@ def setup(app: object) -> dict[str, bool]:
 
     class KernelTable(SphinxDirective):
         def run(self) -> list[nodes.Node]:
-            mixers = all_mixers()
-            head = ["mixer", "forward", "backward", "decode"]
-            table = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * 4, *rows(mixers)]]
-            others = ", ".join(f"`{mixer.name}`" for mixer in mixers if not mixer.forward)
-            text = [
-                f"Conditions: {CONDITIONS}. {DECODE.replace('*', 'Fused:')}",
-                "",
-                *table,
-                "",
-                f"Without an update kernel: {others}.",
-            ]
+            head = ["mixer", "family", "forward", "backward", "decode"]
+            table = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * 5, *rows(all_mixers())]]
+            legend = [f"- {family}: {about}" for family, about in FAMILIES.items()]
+            text = [f"Conditions: {CONDITIONS}. {DECODE}", "", *legend, "", *table]
             return self.parse_text_to_nodes("\n".join(text))
 
     assert isinstance(app, Sphinx)
     app.add_directive("kernel-table", KernelTable)
     return {"parallel_read_safe": True}
 
-
-if __name__ == "__main__":
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    readme.write_text(insert(readme.read_text(), summary(all_mixers())))
