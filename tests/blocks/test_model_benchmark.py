@@ -1,6 +1,7 @@
 """Benchmarks of whole models: the FLOPs of a token, the timed calls, rows and refusals."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -148,7 +149,8 @@ def test_rows_have_the_speeds_and_the_reasons(eager):
     assert "| deltazoo (reference) | training |" in result.markdown()
 
 
-def test_layers_and_decoding_step_are_compiled():
+def test_layers_and_decoding_step_are_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # Inductor takes a minute
     config = QUICK.model_copy(update={"directions": ("decode",)})
     (row,) = bench_model("gdn", GDN.model_copy(update={"depth": 1}), ["reference"], config).rows
     assert row.refused == []
