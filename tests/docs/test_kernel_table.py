@@ -7,7 +7,7 @@ import deltazoo
 
 sys.path.insert(0, str(Path(deltazoo.__file__).resolve().parent / "docs" / "_ext"))
 
-import kernel_table  # noqa: E402
+import kernel_table
 
 FAMILIES = {"gated_deltanet": "hopper", "mamba": "element", "gsa": "mixed", "attention": "none"}
 
