@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from deltazoo.backends.base import Backend
 from deltazoo.backends.frozen_config import FrozenConfig
@@ -93,6 +94,9 @@ class MixerOutput(NamedTuple):
     y: Tensor
     state: State | None = None
     side: Side | None = None
+
+
+_register_namedtuple(MixerOutput, serialized_type_name="deltazoo.MixerOutput")  # for torch.export.save
 
 
 class Mixer(nn.Module, ABC):

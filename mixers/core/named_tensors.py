@@ -48,6 +48,6 @@ register_pytree_node(
     NamedTensors,
     lambda tree: (list(tree.values()), list(tree.keys())),
     lambda values, names: NamedTensors(dict(zip(names, values, strict=True))),
-    serialized_type_name="deltazoo.NamedTensors",
+    serialized_type_name="deltazoo.NamedTensors",  # for torch.export.save
     flatten_with_keys_fn=lambda tree: ([(MappingKey(name), value) for name, value in tree.items()], list(tree)),
 )

@@ -3,6 +3,7 @@
 Serving (padded prefill, then decoding), many lengths, packed sequences, Inductor.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +93,13 @@ def test_padded_prefill_and_decoding_are_one_graph_and_update_the_state_in_place
         assert_same(outputs, Serve(mixer)(x, mask, token, mixer.init_state(2, 8)))
         assert [leaf.data_ptr() for leaf in tree_leaves(outputs[2])] == addresses
     assert counter.frame_count == 1
+
+
+@torch.no_grad()
+def test_an_exported_program_is_saved_and_loaded(tmp_path: Path) -> None:
+    mixer, x = build(RetNet(heads=2), "reference"), draw(T).detach()
+    torch.export.save(torch.export.export(mixer, (x,), strict=False), tmp_path / "program.pt2")
+    assert_same(torch.export.load(tmp_path / "program.pt2").module()(x), mixer(x))
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "gated_deltanet"])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltazoo.backends import registry
 from deltazoo.backends.errors import UnknownNameError
+from deltazoo.blocks.spec import StackSpec
 from deltazoo.mixers import MixerConfig
 from deltazoo.mixers.core import conformance
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place, State
@@ -69,6 +70,18 @@ class LeakyMixer(Mixer):
 @pytest.mark.parametrize("name", ["train", "prefill in pieces", "decode", "packed", "padded", "causal, isolated"])
 def test_kit_detects_a_leak_between_tokens(name: str) -> None:
     assert not conformance.error(Leaky(), name) <= conformance.PROPERTIES[name][1]
+
+
+def test_a_mixer_may_return_y_and_state_alone() -> None:
+    mixer, x = Leaky().build(4), torch.ones(1, 2, 4)
+    state = mixer.init_state(1)
+    assert isinstance(mixer.forward(x, state), tuple) and len(mixer.forward(x, state)) == 2
+    output = mixer(x, state)
+    assert output.state is state and output.side is None
+    torch.testing.assert_close(output.y, 1.2 * x)
+    model = StackSpec(width=4, depth=2, vocab=5, pattern=Leaky()).build("reference")
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    assert model.loss(tokens, tokens).isfinite()
 
 
 def test_kit_detects_weights_that_differ_from_an_ordinary_build() -> None:
