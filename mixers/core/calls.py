@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltazoo.mixers.core.named_tensors import NamedTensors
 
-_WIDE_OPERANDS = ("log_decay", "step", "rate")  # float32 beside 16-bit activations
+_WIDE_OPERANDS = ("log_decay", "step", "rate", "beta", "erase", "write")  # may be float32 beside 16-bit q, k and v
 
 
 def call_part(part: nn.Module, *arguments: Any) -> Any:
