@@ -44,7 +44,7 @@ from deltazoo.mixers.core.sequences import (
     left_align,
     undo_left_align,
 )
-from deltazoo.mixers.core.side import LostGradientError, side_outputs
+from deltazoo.mixers.core.side import side_outputs
 from deltazoo.mixers.core.state import write_back
 
 
@@ -174,8 +174,6 @@ class DeltaMixer(Mixer):
             else:
                 inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
         o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), context)
-        if torch.is_grad_enabled() and inputs.v.requires_grad and not o.requires_grad:
-            raise LostGradientError("the output of the update")
         arguments = OutputArguments(x_BTD, projected, inputs)
         parts = list(self.outputs.items())
         while parts:

@@ -18,7 +18,6 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.side import LostGradientError
 
 
 class HeadShape(NamedTuple):
@@ -215,25 +214,10 @@ class Parts:
             raise ConfigError(f"the parts of a mixer need distinct names, got {names}")
 
 
-def run_part(
-    part: nn.Module, x: Tensor, *arguments: Any, context: Context
-) -> tuple[UpdateInputs, Tensor | None, Context]:
-    """Call a projection or an operand part. Return the operands, the new state, and the context of later parts.
-
-    Raises: LostGradientError: the part does not record gradients for the operands.
-    """
-    inputs, state, *tensors = call_part(part, x, *arguments, context)
-    if torch.is_grad_enabled() and _loses_gradients(part, x, inputs, arguments[0]):
-        raise LostGradientError("operands of the update")
+def run_part(part: nn.Module, *arguments: Any, context: Context) -> tuple[UpdateInputs, Tensor | None, Context]:
+    """Call a projection or an operand part. Return the operands, the new state, and the context of later parts."""
+    inputs, state, *tensors = call_part(part, *arguments, context)
     return inputs, state, context.with_intermediates(tensors[0]) if tensors else context
-
-
-def _loses_gradients(part: nn.Module, x: Tensor, inputs: UpdateInputs, before: object) -> bool:
-    """Whether the operands that a part computed should have gradients and none has. Args: before: operands so far."""
-    if not isinstance(before, UpdateInputs):  # a projection computes v from x
-        return x.requires_grad and not inputs.v.requires_grad
-    new = [y for y, old in zip(inputs, before, strict=True) if y is not None and y is not old]
-    return not any(y.requires_grad for y in new) and bool(new) and any(p.requires_grad for p in part.parameters())
 
 
 def projection(width: int, out: int, rank: int | None = None, bias: bool = False) -> nn.Module:

@@ -119,9 +119,6 @@ LOSING = {
     "a mixer": ({"pattern": MOM}, lambda layer: layer.mixers[0], "side outputs mom_balance, mom_z"),
     "a layer": ({}, lambda layer: layer, "side outputs moe_balance"),
     "the first values": ({"pattern": "rwkv7(heads=1)"}, lambda layer: layer.mixers[0], "rwkv7 first value"),
-    "a projection": ({}, lambda layer: layer.mixers[0].project, "operands of the update"),
-    "a part": ({"pattern": "gla(heads=1)"}, lambda layer: layer.mixers[0].operands["decay"], "operands of the update"),
-    "the update": ({}, lambda layer: layer.mixers[0].update, "output of the update"),
 }
 
 
