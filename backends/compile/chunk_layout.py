@@ -31,7 +31,7 @@ def split_into_chunks(
     table = None if inputs.cu_seqlens is None else packing(inputs.cu_seqlens, T, C)
     N = (T + C - 1) // C
     N = max(N, min_chunks) if min_chunks > 1 else N
-    if not is_known(T <= C):  # else a graph with a dynamic T would depend on N > 1
+    if not is_known(T <= C) and not is_known(T > C):  # else a graph with a dynamic T would depend on N > 1
         N = torch.sym_max(N, 2)
     chunks = {}
     for name, x in inputs._asdict().items():

@@ -271,7 +271,7 @@ def _backward(grads: list[Tensor], tensors: list[Tensor], scale: float) -> list[
     inputs, bad = _without_nonfinite(HouseholderInputs(*tensors))
     d_o, d_keys = grads
     bad_rows = bad.outputs(inputs.sequence) | ~d_o.isfinite().all(-1)
-    bad_keys = _reaches(bad_rows.unflatten(2, (-1, _group(bad))).any(-1), inputs.sequence, reverse=True)
+    bad_keys = _reaches(torch.unflatten(bad_rows, 2, (-1, _group(bad))).any(-1), inputs.sequence, reverse=True)
     with torch.autocast(inputs.q.device.type, enabled=False):
         d_q, *d_rest = _differentiate(inputs, _fill(bad_rows, d_o, 0.0), d_keys, scale)
     d_new, d_past = d_rest[:4], d_rest[4:]

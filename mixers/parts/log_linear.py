@@ -135,7 +135,7 @@ def _in_rows(operands: list[Tensor], count_B: Tensor, state: dict[str, Tensor] |
     B, T = operands[0].shape[:2]
     size = max(T, 1) if is_known(T <= CHUNK) else CHUNK
     chunks = (T + size - 1) // size
-    if not is_known(T <= CHUNK):  # else a graph with a dynamic T would depend on chunks > 1
+    if not is_known(T <= CHUNK) and not is_known(T > CHUNK):  # else a graph with a dynamic T would depend on chunks > 1
         chunks = torch.sym_max(chunks, 2)
     before = torch.minimum(torch.arange(chunks, device=count_B.device) * size, count_B[:, None])
     start = before if state is None else (before + state["seen"][:, None]) % POSITIONS
