@@ -19,7 +19,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "docstrings",
-    "equations",
+    "math_text",
     "public_api",
     "cli_reference",
     "kernel_table",

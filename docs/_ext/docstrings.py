@@ -9,7 +9,7 @@ import inspect
 import re
 from typing import Any
 
-import equations
+import math_text
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from sphinx.application import Sphinx
@@ -87,7 +87,7 @@ def _text(lines: list[str]) -> list[str]:
                 i += 1
             while not block[-1].strip():
                 block.pop()
-            rows = equations.block([line for line in block if line.strip()], strict=True)
+            rows = math_text.block([line for line in block if line.strip()], strict=True)
             out += _math(rows) if rows else ["", ".. code-block:: text", "", *("    " + line for line in block), ""]
         elif re.match(r"^(-|\d+\.) ", lines[i]):
             if out and out[-1].strip() and not re.match(r"^(-|\d+\.|  ) ?", out[-1]):
@@ -111,7 +111,7 @@ def _math(rows: list[str]) -> list[str]:
 def convert_mixer(lines: list[str], source: str) -> list[str]:
     """Return the docstring of a mixer, which begins with its equation, and its source."""
     end = next((i for i, line in enumerate(lines) if not line.strip()), len(lines))
-    rows = equations.block([" ".join(line.strip() for line in lines[:end])])
+    rows = math_text.block([" ".join(line.strip() for line in lines[:end])])
     body = convert(lines) if rows is None else [*_math(rows), *convert(lines[end:])]
     return [*body, "", f"Source: {escape(source)}.", ""]
 

@@ -100,4 +100,3 @@ def setup(app: object) -> dict[str, bool]:
     assert isinstance(app, Sphinx)
     app.add_directive("kernel-table", KernelTable)
     return {"parallel_read_safe": True}
-

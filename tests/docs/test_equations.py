@@ -12,8 +12,8 @@ pytest.importorskip("sphinx", reason="deltazoo[docs] is not installed")
 ROOT = Path(deltazoo.__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
-import equations  # noqa: E402
-from equations import block, latex  # noqa: E402
+import math_text  # noqa: E402
+from math_text import block, latex  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_every_mixer_has_valid_latex():
 
 
 def test_the_zoo_page_has_mathematics_and_keeps_the_rest():
-    page = equations.zoo_page(
+    page = math_text.zoo_page(
         "## kda\n\nS_t = (I - k_t k_t^T) S_(t-1).\n\n    o_t = S_t^T q_t\n\n- source: Kimi, arXiv 2510.26692\n"
     )
     assert page.count("```{math}") == 2
@@ -85,4 +85,4 @@ def test_the_zoo_page_has_mathematics_and_keeps_the_rest():
     ],
 )
 def test_arxiv_numbers(text, numbers):
-    assert equations.ARXIV.findall(text) == numbers
+    assert math_text.ARXIV.findall(text) == numbers

@@ -20,7 +20,7 @@ def rows() -> list[str]:
             continue
         with torch.device("meta"):
             mixer = parse({"mixer": name}).build(256, Place(1, 2), backend="reference")
-        maps = [path for path, module in mixer.named_modules() if type(module) is nn.Linear]
+        maps = [path for path, module in mixer.named_modules() if isinstance(module, nn.Linear)]
         if name == "mom":  # its memories are mixers, by default gated_deltanet
             maps = [
                 path.replace("memories.0", "memories.N") for path in maps if path.startswith(("memories.0", "shared"))

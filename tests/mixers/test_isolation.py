@@ -28,7 +28,7 @@ class Results(NamedTuple):
 
 def run(mixer: Callable[..., Any], x: Tensor, d_y: Tensor, context: Context, state: Any) -> Results:
     x = x.clone().requires_grad_()
-    y, new_state = mixer(x, state, context)
+    y, new_state, _ = mixer(x, state, context)
     y.backward(d_y)
     assert x.grad is not None
     leaves = [leaf.detach() for leaf in tree_leaves(new_state) if isinstance(leaf, Tensor)]
