@@ -19,6 +19,7 @@ from deltazoo.backends.compile.chunk_scan import ChunkOperands
 from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, decay_at_reads, exp_as
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.modes import is_exporting
 
 
 def scalar_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) -> tuple[ChunkOperands, None]:
@@ -74,7 +75,7 @@ def _decay_mask(g_row: Tensor, g_column: Tensor, mask: Tensor, like: Tensor) -> 
 
     Not clamped to 1: with a decay of 0 the rounding error of the difference may be positive.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         g_row, g_column = g_row.detach(), g_column.detach()
     difference = g_row.unsqueeze(-1) - g_column.unsqueeze(-2)
     return exp_as(torch.where(mask, difference, 0), like)
@@ -82,7 +83,7 @@ def _decay_mask(g_row: Tensor, g_column: Tensor, mask: Tensor, like: Tensor) -> 
 
 def _apply_decay(scores: Tensor, decay_mask: Tensor, mask: Tensor, g_row: Tensor, g_column: Tensor) -> Tensor:
     """scores * exp(g_i - g_j) where the mask holds, else 0; differentiable in the scores and in g."""
-    if torch.compiler.is_exporting():  # the program has the forward of an autograd.Function, but not its backward
+    if is_exporting():  # the program has the forward of an autograd.Function, but not its backward
         return torch.where(mask, scores * decay_mask, 0)
     # A view of g_row, because a tensor may not be passed to an autograd.Function twice.
     return _ApplyDecay.apply(scores, decay_mask, mask, g_row.view_as(g_row), g_column)

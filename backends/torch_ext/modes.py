@@ -13,6 +13,11 @@ def functorch_is_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. In Dynamo of torch 2.11 the public function is also true under torch.compile."""
+    return torch.compiler._is_exporting_flag
+
+
 def fake_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Return the mode of a fake tensor, in which new tensors are fake too; for another tensor an empty context."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()

@@ -15,6 +15,7 @@ from deltazoo.backends.errors import UnsupportedError
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
+from deltazoo.backends.torch_ext.modes import is_exporting
 from deltazoo.mixers.core.delta_mixer import Update, mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Stateful
@@ -76,7 +77,7 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
             product = self.update.bound(system._replace(q=solution))
             residual = q - product.o - shift * solution
             constants = [None if operand is None else operand.detach() for operand in system]
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 correction = _zero_op(residual)
             else:
                 correction = _SolveBackward.apply(self.update.bound, self.steps, shift.detach(), residual, *constants)
