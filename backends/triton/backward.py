@@ -18,7 +18,7 @@ from deltazoo.backends.triton.backward_pass import (
     tensors_of_pairs,
     windows_of,
 )
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, most_registers, power_of_two, value_tile
+from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.forward import (
     MARKED_HEADS,
     WARP_SPECIALIZED_REGISTERS,
@@ -40,6 +40,7 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import Gradients, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan
 from deltazoo.backends.triton.saved import Saved
+from deltazoo.backends.triton.tiles import cdiv, key_tiles, most_registers, power_of_two, value_tile
 
 _RECOMPUTED_CHUNKS = 16  # per program of the recomputation, without segments; amortises the load of a checkpoint
 

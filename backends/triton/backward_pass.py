@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltazoo.backends.triton.config import LaunchConfig, cdiv, key_tiles, min_key_tile
+from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.forward import empty
 from deltazoo.backends.triton.operands import Gradients, ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan
 from deltazoo.backends.triton.saved import Prepared
+from deltazoo.backends.triton.tiles import cdiv, key_tiles, min_key_tile
 
 
 class Scratch(NamedTuple):

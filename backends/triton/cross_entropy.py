@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import power_of_two
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.tiles import power_of_two
 
 BLOCK = 4096  # columns that a program loads together; 16 per thread
 WARPS = 8

@@ -6,11 +6,12 @@ B batch, T tokens, n micro-steps, H key heads, HV value heads, K key width, V va
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import Launch, cdiv, limit_warps, power_of_two
+from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.kernels.decode.step import commit_kernel, decode_kernel, verify_kernel
 from deltazoo.backends.triton.kernels.decode.token import TokenTraits
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import StepKind, StepOperands
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 # Drafted tokens occupy registers, so that the wide tiles of a step leave too few programs per SM. H200, 4 tokens,
 # 64 rows, 32 heads of 128, us: GDN 88 with tile=64 warps=4, 63 with this launch; KDA 91, 74 (one step: 68).

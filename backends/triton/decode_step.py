@@ -13,12 +13,13 @@ from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, fu
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
-from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, limit_warps, parse, power_of_two
+from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Problem, device_spec
 from deltazoo.backends.triton.precompile import begin, compiled_ahead, device_of
 from deltazoo.backends.triton.short_conv import too_many_taps
 from deltazoo.backends.triton.table import launch_config
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 WIDEST_VALUE = 512
 _PUSHED_CHANNELS = 256  # of a program of push_kernel

@@ -16,15 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.devices import tf32_allowed
-from deltazoo.backends.triton.config import (
-    Launch,
-    LaunchConfig,
-    cdiv,
-    key_tiles,
-    most_registers,
-    power_of_two,
-    value_tile,
-)
+from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.kernels.channel.pair_prepare import pair_prepare_kernel
 from deltazoo.backends.triton.kernels.channel.prepare import channel_prepare_kernel
 from deltazoo.backends.triton.kernels.combine import combine_kernel
@@ -35,6 +27,7 @@ from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
 from deltazoo.backends.triton.plan import Plan, Version
 from deltazoo.backends.triton.saved import Prepared, Saved
+from deltazoo.backends.triton.tiles import cdiv, key_tiles, most_registers, power_of_two, value_tile
 
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.

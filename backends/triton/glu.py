@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.config import cdiv
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.tiles import cdiv
 
 ROWS, COLUMNS, WARPS = 4, 512, 4  # of a program
 

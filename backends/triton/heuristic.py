@@ -6,8 +6,9 @@ N sequences, T tokens, H key heads, HV value heads, K key width, V value width
 import torch
 
 from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, power_of_two
+from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.plan import KERNELS, Phase, Problem, occupies, takes
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 # With a decay per channel portable kernels compute the maps of segments. KDA, 1 x 8192 tokens on an H100, ms forward
 # and with backward, segments against none: 8 heads (16 SMs for each) 0.255 and 0.759 against 0.287 and 0.923, 16 heads

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_WIDTH = 16384
 _TILE = 1024  # numbers of a tile, for rows shorter than that

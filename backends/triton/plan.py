@@ -13,7 +13,8 @@ import torch
 
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.triton.config import CHUNK, KernelChoice, LaunchConfig, cdiv
+from deltazoo.backends.triton.config import CHUNK, KernelChoice, LaunchConfig
+from deltazoo.backends.triton.tiles import cdiv
 
 Decay = Literal["none", "fixed", "head", "channel"]
 Version = Literal["portable", "hopper"]

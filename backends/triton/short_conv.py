@@ -14,10 +14,10 @@ from torch import Tensor
 from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
-from deltazoo.backends.triton.config import cdiv, power_of_two
 from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.plan import device_spec
 from deltazoo.backends.triton.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
 from deltazoo.backends.varlen import valid_sequence_index
 
 MAX_TAPS = 8

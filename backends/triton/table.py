@@ -26,10 +26,11 @@ from deltazoo.backends.devices import DeviceSpec, triton_version
 from deltazoo.backends.errors import ConfigError, describe_invalid
 from deltazoo.backends.output_path import output_path
 from deltazoo.backends.triton import replay
-from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, parse
+from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
 from deltazoo.backends.triton.revisions import REVISIONS
+from deltazoo.backends.triton.tiles import cdiv
 
 _log = logging.getLogger("deltazoo")
 

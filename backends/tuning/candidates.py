@@ -13,7 +13,7 @@ from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import Launch, LaunchConfig, cdiv, min_key_tile, value_tile
+from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic, on_hopper
 from deltazoo.backends.triton.lower import lower
@@ -21,6 +21,7 @@ from deltazoo.backends.triton.plan import Problem, make_plan, takes
 from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
 from deltazoo.backends.triton.table import STEPS, Kernel
+from deltazoo.backends.triton.tiles import cdiv, min_key_tile, value_tile
 
 _IN_STATE_DTYPE = ("log_decay", "step", "rate")
 # Values of these fields of `Launch` to try: as whole launches, and for each field, to be combined.

@@ -37,7 +37,7 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvPart
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton import decode_step as fused
-from deltazoo.backends.triton.config import limit_warps, power_of_two
+from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of

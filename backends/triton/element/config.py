@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
+
 _LANES = 32
 _MIN_SHARED_GROUP = 16  # channels per key head; with fewer, a program has channels of several key heads
 _MIN_SEGMENT = 128  # tokens
@@ -149,13 +151,3 @@ def checkpoint_slots(N: Any, T: Any, every: int, packed: bool) -> Any:
     An upper bound if packed. Two more than needed, because torch.compile would specialise on a size of 0 or 1.
     """
     return (T // every + N if packed else N * ((T + every - 1) // every)) + 2
-
-
-def power_of_two(n: int) -> int:
-    """Return the smallest power of two >= n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def cdiv(n: int, divisor: int) -> int:
-    """Divide and round up."""
-    return -(-n // divisor)

@@ -12,15 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.config import limit_warps
 from deltazoo.backends.triton.element.config import (
     ElementConfig,
     ElementLaunch,
-    cdiv,
     checkpoint_slots,
     element_heuristic,
     parse_element,
-    power_of_two,
     segment_length,
     tiling,
 )
@@ -34,6 +31,7 @@ from deltazoo.backends.triton.kernels.zero_tail import zero_tail_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.plan import device_spec
 from deltazoo.backends.triton.precompile import device_of
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 _COMBINED = 256  # elements of the state that a program combines
 _STEP_ELEMENTS = 2048  # elements of the state that a program of the decode step updates

@@ -3,16 +3,10 @@
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton.element.config import (
-    Tiling,
-    cdiv,
-    element_heuristic,
-    parse_element,
-    segment_length,
-    tiling,
-)
+from deltazoo.backends.triton.element.config import Tiling, element_heuristic, parse_element, segment_length, tiling
 from deltazoo.backends.triton.element.op import MAX_VALUE_WIDTH
 from deltazoo.backends.triton.plan import LAUNCHES
+from deltazoo.backends.triton.tiles import cdiv
 
 
 def element_kernels(split: int, packed: bool, grad: bool) -> tuple[list[str], list[str]]:
