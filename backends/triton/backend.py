@@ -17,11 +17,12 @@ from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_operands, step_, verify
-from deltazoo.backends.triton.element.op import element_step_, element_update, has_narrow_values, is_elementwise
+from deltazoo.backends.triton.element.op import element_step_, element_update
 from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import computes_in_float32, has_channel_decay, lower, micro_steps
+from deltazoo.backends.triton.lower import computes_in_float32, lower
 from deltazoo.backends.triton.op import begin_scan, chunk_scan
+from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.show import explain_plan
 
 _MAX_KEY_WIDTH = 256
@@ -70,7 +71,7 @@ class TritonBackend(Backend):
             reasons.append(f"K must be at most {_MAX_KEY_WIDTH}, got {meta.K}.")
         if reasons or interpreted or meta.device != "cuda":
             return reasons
-        if is_elementwise(spec, meta.V):
+        if route_of(spec, meta.V) == "elements":
             return [*(current_limits(False) if device is None else limits_of(device, False))[0]]
         channel = spec.decay in ("channel", "rate") or meta.decay_channels
         dtype = torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype
@@ -80,36 +81,36 @@ class TritonBackend(Backend):
         return list(unsupported) or size_refusals(name, memory, dtype, meta.K, meta.V, meta.grad)
 
     def plan(self, spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None) -> str | None:
-        if is_elementwise(spec, meta.V):
-            return explain_element(meta, shape, device, self.element)
+        T = None if shape is None else shape.T
+        route = route_of(spec, meta.V, T, packed=meta.packed or bool(shape and shape.lengths), grad=meta.grad)
+        if route in ("elements", "element step"):
+            return explain_element(spec, meta, shape, device, self.element)
         return explain_plan(spec, meta, shape, device, self.config)
 
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
-        if is_elementwise(spec, inputs.v.shape[-1]):
-            return element_update(spec, inputs, self.element)
-        T, K, V, dtype = inputs.q.shape[1], inputs.q.shape[-1], inputs.v.shape[-1], inputs.v.dtype
-        if T == 1 and inputs.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
-            shape = (inputs.q.shape[0], inputs.v.shape[-2], K, V)
+        (B, T, _, K), (HV, V) = inputs.q.shape, inputs.v.shape[-2:]
+        grad = UpdateMeta.of(inputs).grad
+        route = route_of(spec, V, T, packed=inputs.cu_seqlens is not None, grad=grad)
+        if route in ("step", "element step"):
+            shape = (B, HV, K, V)
             state = inputs.q.new_zeros(shape, dtype=torch.float32) if inputs.state is None else inputs.state.clone()
             return UpdateOutput(self.step_(spec, inputs, state, None), state)
-        x, kind = lower(spec, inputs, self.config)
-        o, state = chunk_scan(x, kind)
-        n = micro_steps(spec, has_channel_decay(inputs))
-        if n > 1:
-            o = torch.unflatten(o, 1, (T, n))[:, :, 0 if spec.read == "before" else n - 1]
-        o = _crop(o, V)
-        return UpdateOutput(o if o.dtype == dtype else o.to(dtype), _crop(state, V, K))
+        if route == "elements":
+            return element_update(spec, inputs, self.element)
+        lowered = lower(spec, inputs, self.config)
+        return lowered.restore(*chunk_scan(lowered.operands, lowered.kind))
 
     def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
         """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""
-        if is_elementwise(spec, inputs.v.shape[-1]):
+        if route_of(spec, inputs.v.shape[-1]) == "elements":
             return  # two small kernels
         if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
             assert inputs.state is not None
             begin_step(*decode_operands(spec, inputs, self.config), inputs.state)
         else:
-            begin_scan(*lower(spec, inputs, self.config))
+            lowered = lower(spec, inputs, self.config)
+            begin_scan(lowered.operands, lowered.kind)
 
     def compile_fused_step_in_threads(
         self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None
@@ -120,7 +121,7 @@ class TritonBackend(Backend):
     def step_(self, spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots: Tensor | None) -> Tensor:
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
-            if is_elementwise(spec, V := inputs.v.shape[-1]) and has_narrow_values(V):
+            if route_of(spec, inputs.v.shape[-1], T=1, grad=False) == "element step":
                 return element_step_(spec, inputs, states, slots)
             return step_(*decode_operands(spec, inputs, self.config), states, slots)
 
@@ -177,10 +178,3 @@ class TritonBackend(Backend):
             takes = "float32 or float16 under Triton's interpreter" if interpreted else "float32, bfloat16 or float16"
             reasons.append(f"it computes in {takes}, got {str(dtype).removeprefix('torch.')}.")
         return reasons
-
-
-def _crop(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """Remove the padding of the widths."""
-    if rows is not None and x.shape[-2] != rows:
-        x = x[..., :rows, :]
-    return x if x.shape[-1] == columns else x[..., :columns]

@@ -4,14 +4,12 @@ H key heads, HV value heads, K key width, V value width
 """
 
 import functools
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deltazoo.backends.triton.element.config import ElementConfig
-
-CHUNK = 64  # tokens per chunk by default
-KernelChoice = Literal["portable", "hopper", "fused"]
+from deltazoo.backends.triton.registry import CHUNK, versions
 
 
 class Launch(BaseModel):
@@ -23,9 +21,9 @@ class Launch(BaseModel):
         warps: warps of 32 threads per program.
         stages: stages of the software pipeline; decode kernels ignore them.
         keys: gradients only: key columns per program, a power of two >= 32, raised to `min_key_tile`; 0: all.
-        kernel: "portable": Triton, any GPU. "hopper": Gluon for sm_90, with fixed tiles and warps; the portable kernels
-            that prepare segments use the parameters given here. "fused": reverse only: recomputation,
-            reverse scan and gradients in one Hopper kernel, without scratch. `plan.py` resolves and checks the choice.
+        kernel: "portable": Triton, any GPU. "sm90": Gluon for sm_90, with fixed tiles and warps; the portable kernels
+            that prepare segments use the parameters given here. "fused": reverse only: recomputation, reverse scan and
+            gradients in one kernel for sm_90, without scratch. `plan.py` resolves and checks the choice.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,7 +32,7 @@ class Launch(BaseModel):
     warps: int = Field(default=4, ge=1)
     stages: int = Field(default=2, ge=1)
     keys: int = Field(default=0, ge=0)
-    kernel: KernelChoice = "portable"
+    kernel: str = "portable"
 
     @model_validator(mode="after")
     def _sizes_are_powers_of_two(self) -> Self:
@@ -51,8 +49,8 @@ class LaunchConfig(BaseModel):
 
     Args:
         chunk: tokens per chunk.
-        every: chunks between two checkpoints of the state.
-        split: chunks per segment, if the segments of a sequence are computed in parallel; 0: no segments.
+        checkpoint_chunks: chunks between two checkpoints of the state.
+        segment_chunks: chunks per segment, if the segments of a sequence are computed in parallel; 0: no segments.
         scratch: bytes for the recomputed states and their gradients; the backward processes longer inputs in windows.
         fused_step: None: the heuristic's launch for the sizes.
         element: launches of the elementwise kernels; None: those of the heuristic.
@@ -61,8 +59,8 @@ class LaunchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk: int = CHUNK
-    every: int = Field(default=16, ge=1)
-    split: int = 0
+    checkpoint_chunks: int = Field(default=16, ge=1)
+    segment_chunks: int = 0
     scratch: int = 5 * 2**25
     prepare: Launch = Launch(tile=16, warps=4, stages=1)
     scan: Launch = Launch(tile=64)
@@ -75,12 +73,14 @@ class LaunchConfig(BaseModel):
 
     @model_validator(mode="after")
     def _segments_start_at_checkpoints(self) -> Self:
-        if self.split % self.every or self.split & (self.split - 1):
+        chunks = self.segment_chunks
+        if chunks % self.checkpoint_chunks or chunks & (chunks - 1):
             raise ValueError(
-                f"split must be 0 or a power of two and a multiple of every = {self.every}, got {self.split}"
+                f"segment_chunks must be 0 or a power of two and a multiple of checkpoint_chunks = "
+                f"{self.checkpoint_chunks}, got {chunks}"
             )
-        if self.reverse.kernel == "fused" and self.split:
-            raise ValueError(f"split must be 0 with reverse.kernel = 'fused', got {self.split}")
+        if self.reverse.kernel == "fused" and chunks:
+            raise ValueError(f"segment_chunks must be 0 with reverse.kernel = 'fused', got {chunks}")
         return self
 
     @model_validator(mode="after")
@@ -88,8 +88,8 @@ class LaunchConfig(BaseModel):
         for name, launch in self:
             if not isinstance(launch, Launch):
                 continue
-            if launch.kernel not in CHOICES.get(name, ("portable",)):
-                choices = ", ".join(map(repr, CHOICES.get(name, ("portable",))))
+            if launch.kernel not in versions(name):
+                choices = ", ".join(map(repr, versions(name)))
                 raise ValueError(f"{name}.kernel must be one of {choices}, got {launch.kernel!r}")
             if launch.keys and name != "gradients":
                 raise ValueError(f"{name}.keys must be 0: only gradients tiles the keys, got {launch.keys}")
@@ -98,15 +98,6 @@ class LaunchConfig(BaseModel):
     def changed(self, **changes: object) -> Self:
         """Return this config with other values of some fields, validated."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
-
-
-CHOICES: dict[str, tuple[KernelChoice, ...]] = {
-    "prepare": ("portable", "hopper"),
-    "scan": ("portable", "hopper"),
-    "recompute": ("portable", "hopper"),
-    "reverse": ("portable", "hopper", "fused"),
-    "gradients": ("portable", "hopper"),
-}  # the other kernels have one version each
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.tiles import power_of_two
 
 BLOCK = 4096  # columns that a program loads together; 16 per thread
@@ -35,7 +36,10 @@ def losses_(
     block = min(BLOCK, power_of_two(L))
     has = (cap is not None, z_loss is not None, scale_R is not None)
     traits = LossTraits(L, logits_RL.stride(0), block, *has, gradients)
-    tensors = (logits_RL, targets_R.contiguous(), None if scale_R is None else scale_R.contiguous(), losses_R)
+    tensors = {
+        "logits": logits_RL, "targets": targets_R.contiguous(), "losses": losses_R,
+        "scales": None if scale_R is None else scale_R.contiguous(),
+    }  # fmt: skip
     with torch.cuda.device_of(logits_RL):
-        run = launcher(cross_entropy_kernel, tensors, traits, WARPS)
-        run(R, ignore_index, z_loss or 0.0, cap or 0.0)
+        run = launcher(cross_entropy_kernel, tensors, traits._asdict(), Options(WARPS))
+        run(R, {"ignore_index": ignore_index, "z_loss": z_loss or 0.0, "cap": cap or 0.0})

@@ -11,6 +11,7 @@ from deltazoo.backends.triton.kernels.decode.step import commit_kernel, decode_k
 from deltazoo.backends.triton.kernels.decode.token import TokenTraits
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import StepKind, StepOperands
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 # Drafted tokens occupy registers, so that the wide tiles of a step leave too few programs per SM. H200, 4 tokens,
@@ -22,9 +23,9 @@ def step_(x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None,
     """Decode one token per row (T = 1); the states change in place. Returns o [B, 1, HV, V]."""
     traits = _traits(x, slots, kind, launch)
     o = x.v.new_empty(x.q.shape[0], 1, traits.HV, traits.V)
-    tensors = (x.q, x.k, x.e, x.v, x.log_decay, x.erase, x.write, x.a, x.b, states, slots, o)
-    decode = launcher(decode_kernel, tensors, (traits,), _warps(traits, launch), launch.stages)
-    decode(_programs(x, traits), kind.scale, states.shape[0])
+    tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
+    decode = launcher(decode_kernel, tensors, {"traits": traits}, _options(traits, launch))
+    decode(_programs(x, traits), {"scale": kind.scale, "pool_rows": states.shape[0]})
     return o
 
 
@@ -37,10 +38,10 @@ def verify(
     traits = _traits(x, slots, kind, launch)
     B, T = x.q.shape[:2]
     o = x.v.new_empty(B, T, traits.HV, traits.V)
-    values = o.new_empty(B, T, 2 if traits.PAIR else traits.STEPS, traits.HV, traits.V, dtype=torch.float32)
-    tensors = (x.q, x.k, x.e, x.v, x.log_decay, x.erase, x.write, x.a, x.b, states, slots, o, values)
-    run = launcher(verify_kernel, tensors, (traits,), _warps(traits, launch), launch.stages)
-    run(_programs(x, traits), kind.scale, states.shape[0], T)
+    values = o.new_empty(B, T, 2 if traits.DPLR else traits.STEPS, traits.HV, traits.V, dtype=torch.float32)
+    tensors = x._asdict() | {"states": states, "slots": slots, "o": o, "values": values}
+    run = launcher(verify_kernel, tensors, {"traits": traits}, _options(traits, launch))
+    run(_programs(x, traits), {"scale": kind.scale, "pool_rows": states.shape[0], "tokens": T})
     return o, values
 
 
@@ -55,9 +56,9 @@ def commit_(
 ) -> None:
     """Advance each state in place by its row's first `accepted` tokens."""
     traits = _traits(x, slots, kind, launch)
-    tensors = (x.k, x.log_decay, x.b, values, states, slots, accepted)
-    run = launcher(commit_kernel, tensors, (traits,), _warps(traits, launch), launch.stages)
-    run(_programs(x, traits), states.shape[0], x.q.shape[1])
+    tensors = x._asdict() | {"values": values, "states": states, "slots": slots, "accepted": accepted}
+    run = launcher(commit_kernel, tensors, {"traits": traits}, _options(traits, launch))
+    run(_programs(x, traits), {"pool_rows": states.shape[0], "tokens": x.q.shape[1]})
 
 
 def _traits(x: StepOperands, slots: Tensor | None, kind: StepKind, launch: Launch) -> TokenTraits:
@@ -65,10 +66,10 @@ def _traits(x: StepOperands, slots: Tensor | None, kind: StepKind, launch: Launc
     return TokenTraits(
         H=H, HV=HV, K=K, V=V, BK=power_of_two(K), BV=min(launch.tile, power_of_two(V)), STEPS=kind.steps,
         DECAY="none" if x.log_decay is None else ("head", "channel")[1 - x.log_decay.dim() % 2],
-        FIXED=x.log_decay is not None and x.log_decay.dim() < 3, DELTA=kind.delta, PAIR=x.a is not None,
+        FIXED=x.log_decay is not None and x.log_decay.dim() < 3, DELTA=kind.delta, DPLR=x.a is not None,
         ERASE_KEY=x.e is not None, STRENGTH=_strength(x), ERASE_FACTOR=kind.erase_factor,
-        WRITE_FACTOR=kind.write_factor, REPARAM=kind.reparam, ERASE_EARLY=kind.erase_early,
-        READ_EARLY=kind.read_early, SLOTS=slots is not None,
+        WRITE_FACTOR=kind.write_factor, REPARAM=kind.reparam, ERASE_PREVIOUS=kind.erase_from == "previous",
+        READ_BEFORE=kind.read == "before", SLOTS=slots is not None,
     )  # fmt: skip
 
 
@@ -81,8 +82,8 @@ def _strength(x: StepOperands) -> str:
     return "head" if x.erase is None else "separate"
 
 
-def _warps(traits: TokenTraits, launch: Launch) -> int:
-    return limit_warps(launch.warps, traits.BK * traits.BV)
+def _options(traits: TokenTraits, launch: Launch) -> Options:
+    return Options(limit_warps(launch.warps, traits.BK * traits.BV), launch.stages)
 
 
 def _programs(x: StepOperands, traits: TokenTraits) -> int:

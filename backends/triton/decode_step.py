@@ -15,8 +15,9 @@ from deltazoo.backends.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.plan import Problem, device_spec
 from deltazoo.backends.triton.precompile import begin, compiled_ahead, device_of
+from deltazoo.backends.triton.problem import Problem, device_spec
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.short_conv import too_many_taps
 from deltazoo.backends.triton.table import launch_config
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
@@ -71,8 +72,8 @@ class StepOptions(NamedTuple):
     silu: list[bool]
     l2_norm: list[bool]
     delta: bool
-    erase_early: bool
-    read_early: bool
+    erase_from: str
+    read: str
     scale_v_by_dt: bool
     gate_before_norm: bool
     reparam: str
@@ -94,8 +95,8 @@ class StepOptions(NamedTuple):
             silu=[part.silu for part in step.parts],
             l2_norm=[part.unit > 0 for part in step.parts[:2]],
             delta=spec.transition == "delta",
-            erase_early=spec.erase_from == "previous",
-            read_early=spec.read == "before",
+            erase_from=spec.erase_from,
+            read=spec.read,
             scale_v_by_dt=step.scale_v_by_dt,
             gate_before_norm=step.gate_first,
             reparam=spec.reparam,
@@ -177,19 +178,24 @@ def _launch(
         DECAY_CHANNELS=_has_channel_decay(x, HV), DECAY_BOUND=options.decay_bound,
         SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
         REPARAM=options.reparam, ERASE_FACTOR=options.erase_factor, WRITE_FACTOR=options.write_factor,
-        FEEDBACK=x.feedback is not None, ERASE_EARLY=options.erase_early, READ_EARLY=options.read_early,
+        FEEDBACK=x.feedback is not None, ERASE_PREVIOUS=options.erase_from == "previous", READ_BEFORE=options.read == "before",
         SKIP=x.skip is not None, NORM=options.norm,
         NORM_PER_HEAD=x.norm_weight is not None and x.norm_weight.numel() != V, NORM_BIAS=x.norm_bias is not None,
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,
         SLOTS=slots is not None,
     )  # fmt: skip
-    step = launcher(fused_step_kernel, (*x, states, slots, o), (traits,), limit_warps(launch.warps, BK * BV))
-    step(B * HV, options.scale, states.shape[0])
+    tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
+    tensors["x"] = x.qkv
+    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(limit_warps(launch.warps, BK * BV)))
+    step(B * HV, {"scale": options.scale, "pool_rows": states.shape[0]})
     if H < HV and W > 1:
         channels = (1 + n) * H * K
-        constants = (x.qkv.stride(0), C, channels, W, _PUSHED_CHANNELS, slots is not None)
-        push = launcher(push_kernel, (x.qkv, x.history, slots), constants)
-        push(B * cdiv(channels, _PUSHED_CHANNELS), states.shape[0])
+        pushed = {
+            "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": W, "BC": _PUSHED_CHANNELS,
+            "SLOTS": slots is not None,
+        }  # fmt: skip
+        push = launcher(push_kernel, {"x": x.qkv, "history": x.history, "slots": slots}, pushed)
+        push(B * cdiv(channels, _PUSHED_CHANNELS), {"pool_rows": states.shape[0]})
 
 
 def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int, config: str) -> Launch:

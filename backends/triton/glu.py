@@ -11,26 +11,27 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.tiles import cdiv
 
 ROWS, COLUMNS, WARPS = 4, 512, 4  # of a program
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], F: int, activation: str) -> None:
+def _launch(kernel: Any, tensors: dict[str, Tensor], activation: str) -> None:
     from deltazoo.backends.triton.kernels.glu import GluTraits
     from deltazoo.backends.triton.launcher import launcher
 
-    rows = tensors[0].shape[0]
-    with torch.cuda.device_of(tensors[0]):
-        run = launcher(kernel, tensors, GluTraits(F, ROWS, COLUMNS, activation), WARPS)
-        run(cdiv(rows, ROWS) * cdiv(F, COLUMNS), rows)
+    rows, F = tensors["h"].shape
+    with torch.cuda.device_of(tensors["h"]):
+        run = launcher(kernel, tensors, GluTraits(F, ROWS, COLUMNS, activation)._asdict(), Options(WARPS))
+        run(cdiv(rows, ROWS) * cdiv(F, COLUMNS), {"rows": rows})
 
 
 def _forward(hidden: Tensor, activation: str) -> Tensor:
     from deltazoo.backends.triton.kernels.glu import glu_kernel
 
     h = _forward_fake(hidden, activation)
-    _launch(glu_kernel, (ready(hidden), h), h.shape[1], activation)
+    _launch(glu_kernel, {"hidden": ready(hidden), "h": h}, activation)
     return h
 
 
@@ -38,7 +39,8 @@ def _backward(hidden: Tensor, d_h: Tensor, activation: str) -> tuple[Tensor, Ten
     from deltazoo.backends.triton.kernels.glu import glu_backward_kernel
 
     d_hidden, h = _backward_fake(hidden, d_h, activation)
-    _launch(glu_backward_kernel, (ready(hidden), ready(d_h), d_hidden, h), h.shape[1], activation)
+    tensors = {"hidden": ready(hidden), "d_h": ready(d_h), "d_hidden": d_hidden, "h": h}
+    _launch(glu_backward_kernel, tensors, activation)
     return d_hidden, h
 
 

@@ -2,12 +2,12 @@
 
 Triton's own launch inspects every argument of every call, which takes longer than a small kernel runs. Measured on an
 H200 with the eager gated delta rule, forward and backward: packed 5.45 -> 2.88 ms; later, 1 x 2048 tokens with 16/32
-heads, 1.92 -> 1.47 ms. Tested with torch 2.11 / Triton 3.6 and torch
-2.13 / Triton 3.7.1, whose compiled kernels are called as handle[grid](*arguments, stream=...). `CACHED_LAUNCH = False`
-uses Triton's launch for kernels that no recording repeats (replay.py).
+heads, 1.92 -> 1.47 ms. Tested with torch 2.11 / Triton 3.6 and torch 2.13 / Triton 3.7.1, whose compiled kernels are
+called as handle[grid](*arguments, stream=...). `CACHED_LAUNCH = False` uses Triton's launch for kernels that no
+recording repeats (replay.py).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,74 +16,83 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import precompile
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
 CACHED_LAUNCH = True
+_OPTIONS = Options()
 _compiled: dict[Hashable, Any] = {}
 _ALIGNMENT = 16  # bytes; Triton compiles another kernel for other pointers
 
 
 def launcher(
     kernel: Any,
-    tensors: Sequence[Tensor | TensorDescriptor | None],
-    constants: Sequence[Hashable],
-    warps: int = 4,
-    stages: int = 1,
-    registers: int | None = None,
-) -> Callable[..., None]:
+    tensors: Mapping[str, Tensor | TensorDescriptor | None],
+    traits: Mapping[str, Hashable],
+    options: Options = _OPTIONS,
+) -> Callable[[int, Mapping[str, int | float]], None]:
     """Prepare launches of a Triton kernel on the current stream.
 
-    The kernel's parameters are tensors or tensor descriptors, numbers (none specialised), constants, in this order. The
-    compiled kernel is cached by everything that it depends on: constants, dtypes and alignment of the tensors, and the
-    device. It gets bare pointers. Triton's debugging knobs take effect when a kernel first runs. While `precompile`
-    traces an operator, kernels are compiled, and not launched.
+    The kernel's parameters are tensors or tensor descriptors, numbers (none specialised), and compile-time traits, in
+    this order. Each receives the value of its name; names that are no parameter are ignored. The compiled kernel is
+    cached by everything that it depends on: traits, dtypes and alignment of the tensors, and the device. It gets bare
+    pointers. Triton's debugging knobs take effect when a kernel first runs. While `precompile` traces an operator,
+    kernels are compiled, and not launched.
 
-    Returns: a function of the number of programs and the kernel's numbers.
+    Returns: a function of the number of programs and the kernel's numbers by name.
     """
-    pointers: list[Any] = []
-    key: list[Hashable] = [kernel.fn, warps, stages, registers, *constants]
-    for x in tensors:
-        if isinstance(x, Tensor):
-            pointer = x.data_ptr()
-            pointers.append(pointer)
-            key += (x.dtype, pointer % _ALIGNMENT == 0)
+    warps, stages, registers = options
+    given, pointers, numbered, constants = [], [], [], []
+    layouts: list[Hashable] = []
+    for name in kernel.arg_names:
+        if name in tensors:
+            x = tensors[name]
+            given.append(x)
+            if isinstance(x, Tensor):
+                pointer = x.data_ptr()
+                pointers.append(pointer)
+                layouts += (x.dtype, pointer % _ALIGNMENT == 0)
+            else:
+                pointers.append(x)
+                layouts.append(None if x is None else (x.base.dtype, *x.block_shape))
+        elif name in traits:
+            constants.append(traits[name])
         else:
-            pointers.append(x)
-            key.append(None if x is None else (x.base.dtype, *x.block_shape))
-    first = tensors[0]
+            numbered.append(name)
+    first = given[0]
     assert isinstance(first, Tensor)
     traced_device = precompile.tracing.device
     device = first.get_device() if traced_device is None else traced_device.index
-    key.append(device)
-    cache_key = tuple(key)
+    cache_key = (kernel.fn, warps, stages, registers, *constants, *layouts, device)
     compiled = _compiled.get(cache_key) if CACHED_LAUNCH else None
     recorder = precompile.tracing.recorder
     stream = None if compiled is None or traced_device is not None else current_stream(device)
 
-    def launch(programs: int, *numbers: int | float) -> None:
+    def launch(programs: int, numbers: Mapping[str, int | float]) -> None:
         nonlocal compiled, stream
         if programs == 0:
             return
+        values = [numbers[name] for name in numbered]
         if recorder is not None:
             record = RunRecord("triton", kernel.__name__, programs, warps)
-            recorder.launch(compiled, tensors, (*numbers, *constants), record)
+            recorder.launch(compiled, given, (*values, *constants), record)
             return
         if traced_device is None and is_watched():
             record_run(RunRecord("triton", kernel.__name__, programs, warps))
         if compiled is not None:
             if traced_device is None:
-                compiled[(programs, 1, 1)](*pointers, *numbers, *constants, stream=stream)
+                compiled[(programs, 1, 1)](*pointers, *values, *constants, stream=stream)
             return
-        arguments = (*tensors, *numbers, *constants)
-        options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+        arguments = (*given, *values, *constants)
+        limits = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
         if traced_device is not None:
-            warm_up = lambda: kernel.warmup(*arguments, grid=(programs,), **options)  # noqa: E731
+            warm_up = lambda: kernel.warmup(*arguments, grid=(programs,), **limits)  # noqa: E731
             precompile.compile_kernel(cache_key, kernel, warm_up)
             return
         precompile.await_kernel(cache_key)
-        handle = kernel[(programs,)](*arguments, **options)
+        handle = kernel[(programs,)](*arguments, **limits)
         # the interpreter returns no handle; numbers beyond 32 bits are compiled as int64
-        if CACHED_LAUNCH and handle is not None and all(abs(x) < 2**31 for x in numbers):
+        if CACHED_LAUNCH and handle is not None and all(abs(x) < 2**31 for x in values):
             compiled = _compiled[cache_key] = handle
             stream = current_stream(device)
 

@@ -14,27 +14,61 @@ The kernels compute one form, per value head, with the strengths b and w one num
 B batch, T time, n micro-steps, H key heads, HV value heads, K key width, V value width
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.base import UpdateInputs
+from deltazoo.backends.base import UpdateInputs, UpdateOutput
 from deltazoo.backends.lowering import accumulates_rounding_errors, strengths
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
-from deltazoo.backends.triton import plan as plans
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 
 
-def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[ScanOperands, ScanKind]:
+class Lowered(NamedTuple):
+    """The operands of the chunked kernels, and what undoes the lowering of their results.
+
+    Args:
+        steps: micro-steps per token, n. read: the micro-step that has the token's output.
+        T, K, V, dtype: of the inputs.
+    """
+
+    operands: ScanOperands
+    kind: ScanKind
+    steps: int
+    read: int
+    T: Any
+    K: int
+    V: int
+    dtype: torch.dtype
+
+    def restore(self, o: Tensor, state: Tensor) -> UpdateOutput:
+        """Return the results of the update: one output per token, without padding, in the dtype of the inputs."""
+        if self.steps > 1:
+            o = torch.unflatten(o, 1, (self.T, self.steps))[:, :, self.read]
+        o, state = _crop(o, self.V), _crop(state, self.V, self.K)
+        return UpdateOutput(o if o.dtype == self.dtype else o.to(self.dtype), state)
+
+
+def _crop(x: Tensor, columns: int, rows: int | None = None) -> Tensor:
+    """Remove the padding of the widths."""
+    if rows is not None and x.shape[-2] != rows:
+        x = x[..., :rows, :]
+    return x if x.shape[-1] == columns else x[..., :columns]
+
+
+def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> Lowered:
     """Build the operands of the chunked kernels: widths padded to multiples of 8, micro-steps flattened into time."""
+    T, K, V, dtype = inputs.q.shape[1], inputs.q.shape[-1], inputs.v.shape[-1], inputs.v.dtype
     inputs = with_channel_decay(inputs)
     channel = has_channel_decay(inputs)
     if computes_in_float32(spec, inputs.q.shape[-1], inputs.v.dtype, channel):
         inputs = _in_float32(inputs)
     n = micro_steps(spec, channel)
     x, kind = _lower(spec, inputs, config, channel, n)
-    return (_by_micro_steps(spec, x, n) if n > 1 else x), kind
+    read = 0 if spec.read == "before" else n - 1
+    return Lowered(_by_micro_steps(spec, x, n) if n > 1 else x, kind, n, read, T, K, V, dtype)
 
 
 def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, channel: bool, n: int) -> tuple[ScanOperands, ScanKind]:
@@ -92,20 +126,16 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, channel: bool, n
         state=state,
         cu_seqlens=inputs.cu_seqlens,
     )
-    split_terms = splits_terms(spec, K, k.dtype)
     return operands, ScanKind(
         delta=spec.transition != "additive",
-        erase_early=spec.erase_from == "previous",
-        read_early=spec.read == "before",
-        split_terms=split_terms,
+        erase_from=spec.erase_from,
+        read=spec.read,
+        split_terms=splits_terms(spec, K, k.dtype),
         tied=tied,
         scale=spec.scale_of(K),
         config=config,
         reparam=spec.reparam if in_kernel else "none",
         erase_channels=erase_channels,
-        saves_16_bits=split_terms
-        and _is_hopper(k.device.index)
-        and plans.saves_16_bits(k.dtype, K + to_K, V + to_V, operands.e is not None, channel),
     )
 
 
@@ -124,11 +154,6 @@ def _strength_dtype(spec: UpdateSpec, inputs: UpdateInputs) -> torch.dtype | Non
     if inputs.beta is None or spec.negative_eigenvalues == "erase" or has_channel_decay(inputs):
         return None
     return inputs.beta.dtype
-
-
-@constant_in_graphs
-def _is_hopper(index: int | None) -> bool:
-    return plans.device_spec(index).is_hopper
 
 
 def micro_steps(spec: UpdateSpec, channel: bool) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.precompile import compiled_ahead
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_WIDTH = 16384
@@ -22,37 +23,39 @@ _BACKWARD_PROGRAMS = 1024  # eight per SM of a Hopper GPU
 
 
 def _launch(
-    kernel: Any, operands: list[Tensor | None], weight: Tensor, results: list[Tensor | None], eps: float,
+    kernel: Any, operands: dict[str, Tensor | None], weight: Tensor, results: dict[str, Tensor | None], *, eps: float,
     activation: str, programs: int | None = None,
 ) -> None:  # fmt: skip
     """Launch a kernel.
 
     Args:
-        operands: tensors of tokens, shaped like the first one; a gate has the heads and their width in one dimension.
+        operands: tensors of tokens by the kernel's parameters, shaped like the first one; a gate has the heads and
+            their width in one dimension.
         results: new tensors, or None. programs: their number; None: one per tile.
     """
     from deltazoo.backends.triton.kernels.norm import NormTraits
     from deltazoo.backends.triton.launcher import launcher
 
-    first = operands[0]
+    first = next(iter(operands.values()))
     assert first is not None
     D = first.shape[-1]
     heads = first.shape[-2] if activation != "none" else 1
-    tensors: list[Tensor | None] = []
-    strides = []
-    for x in operands:
-        rows, stride = (None, 0) if x is None else with_token_stride(x.reshape(1, -1, heads * D))
-        tensors.append(rows)
-        strides.append(stride)
-    unit = math.gcd(8, *strides)
+    tensors: dict[str, Tensor | None] = {"weight": ready(weight)}
+    strides = {}
+    for name, x in operands.items():
+        tensors[name], strides[f"{name}_stride"] = (
+            (None, 0) if x is None else with_token_stride(x.reshape(1, -1, heads * D))
+        )
+    unit = math.gcd(8, *strides.values())
     block = max(16, power_of_two(D))
     tile = max(1, _TILE // block)
     warps = max(_MIN_WARPS, min(16, tile * block // (32 * _NUMBERS_PER_THREAD)))
-    traits = NormTraits(D, tile, block, eps, activation, heads, unit)
+    traits = {"traits": NormTraits(D, tile, block, eps, activation, heads, unit)}
     rows_in_all = first.numel() // D
     with torch.cuda.device_of(first):
-        run = launcher(kernel, [*tensors, ready(weight), *results], (traits,), warps)
-        run(programs or cdiv(rows_in_all, tile), rows_in_all, *(stride // unit for stride in strides))
+        run = launcher(kernel, tensors | results, traits, Options(warps))
+        numbers = {name: stride // unit for name, stride in strides.items()} | {"rows": rows_in_all}
+        run(programs or cdiv(rows_in_all, tile), numbers)
 
 
 def _forward(
@@ -61,8 +64,8 @@ def _forward(
     from deltazoo.backends.triton.kernels.norm import rms_norm_kernel
 
     h, y = _forward_fake(x, branch, gate, weight, eps, activation)
-    results = [None if branch is None else h, y]
-    _launch(rms_norm_kernel, [x, branch, gate], weight, results, eps, activation)
+    operands, results = {"x": x, "branch": branch, "gate": gate}, {"h": None if branch is None else h, "y": y}
+    _launch(rms_norm_kernel, operands, weight, results, eps=eps, activation=activation)
     return h, y
 
 
@@ -73,8 +76,11 @@ def _backward(
 
     d_h, d_gate, _ = _backward_fake(h, gate, weight, dy, d_sum, eps, activation)
     partial = h.new_empty(_BACKWARD_PROGRAMS, h.shape[-1], dtype=torch.float32)
-    results = [d_h, None if gate is None else d_gate, partial]
-    _launch(rms_norm_backward_kernel, [h, gate, dy, d_sum], weight, results, eps, activation, _BACKWARD_PROGRAMS)
+    operands = {"h": h, "gate": gate, "dy": dy, "d_sum": d_sum}
+    results = {"d_h": d_h, "d_gate": None if gate is None else d_gate, "partial": partial}
+    _launch(
+        rms_norm_backward_kernel, operands, weight, results, eps=eps, activation=activation, programs=_BACKWARD_PROGRAMS
+    )
     return d_h, d_gate, partial.sum(0).to(weight.dtype)
 
 

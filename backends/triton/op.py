@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
-from deltazoo.backends.triton.config import LaunchConfig, parse
+from deltazoo.backends.triton.config import parse
 from deltazoo.backends.triton.heuristic import checkpoint_distance
 from deltazoo.backends.triton.operands import (
     BackwardCall,
@@ -20,12 +20,15 @@ from deltazoo.backends.triton.operands import (
     ScanCall,
     ScanKind,
     ScanOperands,
-    Sizes,
     flatten,
+    gradients_of,
+    problem_of,
     schema,
     unflatten,
 )
 from deltazoo.backends.triton.precompile import begin, compiled_ahead
+from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.registry import CHUNK
 from deltazoo.backends.triton.replay import replayed
 from deltazoo.backends.triton.saved import Saved
 
@@ -53,11 +56,10 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.forward import forward
     from deltazoo.backends.triton.resolve import resolve
 
-    call = unflatten(ScanCall, arguments)
-    x = call.kind.with_write(call.x)
-    plan, config = resolve(x, call.kind, call.save)
+    x, kind, save = unflatten(ScanCall, arguments)
+    plan = resolve(x, kind, save)
     with torch.cuda.device_of(x.q):
-        return forward(x, call.kind, plan, config)
+        return forward(x, kind, plan)
 
 
 @replayed
@@ -65,20 +67,18 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.backward import backward
     from deltazoo.backends.triton.resolve import resolve
 
-    call = unflatten(BackwardCall, arguments)
-    x = call.kind.with_write(call.x)
-    plan, config = resolve(x, call.kind, True)
+    x, saved, d_o, d_final, kind = unflatten(BackwardCall, arguments)
+    plan = resolve(x, kind, True)
     with torch.cuda.device_of(x.q):
-        saved = Saved.of(call.saved, x, call.kind, Sizes.of(x, config.chunk), plan.every)
-        return backward(x, call.kind, saved, call.d_o, call.d_final, plan, config).present()
+        views = Saved.of(saved, plan.problem, plan.config.chunk, plan.checkpoint_chunks)
+        return backward(x, kind, views, d_o, d_final, plan).present()
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, save = unflatten(ScanCall, arguments)
-    C, every = _saved_steps(kind.config, x)
-    s = Sizes.of(x, C)
-    saved = Saved.empty(x, kind, s, every) if save else x.q.new_empty(0, dtype=kind.saved_dtype(x.q.dtype))
-    final = x.q.new_empty((s.N, s.HV, s.K, s.V), dtype=torch.float32)
+    p = problem_of(x, kind)
+    saved = Saved.empty(x.q, p, *_saved_steps(kind.config, p)) if save else x.q.new_empty(0, dtype=p.saved_dtype)
+    final = x.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
     return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, saved
 
 
@@ -87,11 +87,11 @@ def _backward_fake(*arguments: Any) -> list[Tensor]:
     return Gradients.empty(call.x, call.kind).present()
 
 
-def _saved_steps(config: str, x: ScanOperands) -> tuple[int, int]:
+def _saved_steps(config: str, problem: Problem) -> tuple[int, int]:
     """Tokens per chunk and chunks per checkpoint. No table changes them: saved tensors have these shapes."""
     if config:
-        return parse(config).chunk, parse(config).every
-    return LaunchConfig().chunk, checkpoint_distance(x.cu_seqlens is not None, x.v_key is not None)
+        return parse(config).chunk, parse(config).checkpoint_chunks
+    return CHUNK, checkpoint_distance(problem)
 
 
 _scan_op = operator(
@@ -155,7 +155,7 @@ def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Ten
     x, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
     d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
     present = iter(_backward_op(*flat, d_o, d_final, *kind))
-    grads: list[Tensor | None] = [next(present) if exists else None for exists in Gradients.existing(x, kind).values()]
+    grads: list[Tensor | None] = [next(present) if exists else None for exists in gradients_of(x, kind)]
     grads.append(None)  # of cu_seqlens
     return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
 

@@ -1,4 +1,4 @@
-"""Operands, gradients and sizes of the operators, as NamedTuples; does not import Triton.
+"""Operands and gradients of the operators, and the problem that they pose, as NamedTuples; does not import Triton.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
-import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.plan import Decay
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.precompile import device_of
+from deltazoo.backends.triton.problem import Decay, Problem
 
 T_ = TypeVar("T_", bound=tuple[Any, ...])
 _DECAY_OF_DIM: dict[int, Decay] = {1: "fixed", 3: "head", 4: "channel"}
@@ -53,95 +55,58 @@ class ScanKind(NamedTuple):
 
     Args:
         delta: with an erase term.
-        erase_early: the erase reads the state before the decay.
-        read_early: q reads the state before the token's update.
+        erase_from: the erase reads the state "decayed", or "previous": before the decay.
+        read: q reads the state "after" or "before" the token's update.
         split_terms: values that feed back into the state are split into two terms (hi + lo).
         tied: w equals b and is passed as None.
         scale: of q.
         config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
         reparam: "efla" or "longhorn": b is beta, and the kernels compute the strength (kernels/step_size.py).
         erase_channels: e is the strength of the erase per channel; the erase key is e k.
-        saves_16_bits: with split_terms the terms of T are float16, and the states that the backward reads 16 bits.
     """
 
     delta: bool
-    erase_early: bool
-    read_early: bool
+    erase_from: str
+    read: str
     split_terms: bool
     tied: bool
     scale: float
     config: str = ""
     reparam: str = "none"
-    saves_16_bits: bool = False
     erase_channels: bool = False
-
-    def terms(self, dtype: torch.dtype) -> int:
-        """The number of terms into which values that feed back into the state are split."""
-        return 2 if self.split_terms and dtype != torch.float32 else 1
-
-    def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the backward stores states and their gradients."""
-        return dtype if self.saves_16_bits or self.terms(dtype) == 1 else torch.float32
-
-    def dv_holds_du(self, x: ScanOperands) -> bool:
-        """Whether du is recovered from dv = w du: w is b, clamped away from 0, or there is no w.
-
-        Not in float16, where a b near 0 would round du to 0.
-        """
-        recoverable = x.w is None or (self.tied and x.q.dtype != torch.float16)
-        return self.delta and x.v_key is None and recoverable and self.saved_dtype(x.q.dtype) == x.v.dtype
-
-    def stores_du(self, x: ScanOperands) -> bool:
-        """Whether the backward stores du beside dv."""
-        return (self.delta or x.w is not None) and not self.dv_holds_du(x)
-
-    def min_b(self, dtype: torch.dtype) -> float:
-        """The lower bound to which the backward clamps b: below the b that EFLA and Longhorn give for long keys."""
-        return 2.0**-12 if self.saved_dtype(dtype) == torch.float16 else 2.0**-60
 
     def with_write(self, x: ScanOperands) -> ScanOperands:
         """The operands with the w that the kernels read."""
         return x._replace(w=x.b) if self.tied else x
 
 
-class Sizes(NamedTuple):
-    """The sizes of a problem in chunks.
+def problem_of(x: ScanOperands, kind: ScanKind, device: DeviceSpec | None = None) -> Problem:
+    """Derive the problem. Sizes may be symbolic.
 
-    Args:
-        N: sequences. T: tokens in a row of the batch. H, HV: key and value heads. K, V: widths. C: tokens per chunk.
-        slots: chunk slots, an upper bound of the number of chunks if packed.
-        packed: with cu_seqlens.
+    Args: device: None is that of the operands.
     """
+    problem = _problem_without_device(x, kind)
+    if not kind.split_terms:
+        return problem
+    device = problems.device_spec(device_of(x.q).index) if device is None else device
+    return problem._replace(saves_16_bits=problems.saves_16_bits(problem, device))
 
-    N: Any
-    T: Any
-    slots: Any
-    H: int
-    HV: int
-    K: int
-    V: int
-    C: int
-    packed: bool
 
-    @classmethod
-    def of(cls, x: ScanOperands, C: int) -> Self:
-        """Read the sizes off the operands; T, B and N may be symbolic."""
-        B, T, H, K = x.q.shape
-        HV, V = x.v.shape[2:]
-        if x.cu_seqlens is None:
-            return cls(B, T, B * ((T + C - 1) // C), H, HV, K, V, C, False)
-        N = x.cu_seqlens.shape[0] - 1
-        return cls(N, T, T // C + N, H, HV, K, V, C, True)
+def gradients_of(x: ScanOperands, kind: ScanKind) -> list[bool]:
+    """Whether each operand has a gradient, in the order of `Gradients`. torch.compile traces this."""
+    return list(_problem_without_device(x, kind).gradients.values())
 
-    def checkpoint_slots(self, every: int) -> Any:
-        """Slots for checkpoints, one per `every` chunks of each sequence except at its start.
 
-        Two more than needed: torch.compile would specialise on a size of 0 or 1.
-        """
-        if self.packed:
-            return self.slots // every + 2
-        empty = isinstance(self.T, int) and self.T == 0  # comparing a symbolic T would add a guard
-        return 2 if empty else self.N * ((self.T - 1) // (self.C * every)) + 2
+def _problem_without_device(x: ScanOperands, kind: ScanKind) -> Problem:
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    return Problem(
+        dtype=x.q.dtype, N=B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, T=T, H=H, HV=HV, K=K, V=V,
+        delta=kind.delta, erase_key=x.e is not None, decay=x.decay, packed=x.cu_seqlens is not None,
+        split_terms=kind.split_terms, dplr=x.v_key is not None, erase=x.b is not None,
+        write=x.w is not None or (kind.tied and x.b is not None), tied=kind.tied, state=x.state is not None,
+        read=kind.read, erase_from=kind.erase_from, reparam=kind.reparam, erase_channels=kind.erase_channels,
+    )  # fmt: skip
 
 
 class Gradients(NamedTuple):
@@ -160,28 +125,9 @@ class Gradients(NamedTuple):
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
         """Allocate the gradients, in the operands' dtypes."""
-        exists = cls.existing(x, kind)
-
-        def like(name: str) -> Any:
-            operand = getattr(x, name)
-            return operand.new_empty(operand.shape) if exists[name] else None
-
-        return cls(*(like(name) for name in cls._fields))
-
-    @staticmethod
-    def existing(x: ScanOperands, kind: ScanKind) -> dict[str, bool]:
-        """Whether each operand has a gradient."""
-        return {
-            "q": True,
-            "k": True,
-            "v": True,
-            "log_decay": x.log_decay is not None,
-            "b": kind.delta and x.b is not None,
-            "w": x.w is not None and not kind.tied,
-            "e": x.e is not None,
-            "v_key": x.v_key is not None,
-            "state": x.state is not None,
-        }
+        exists = zip(cls._fields, gradients_of(x, kind), strict=True)
+        operands = (getattr(x, name) if exist else None for name, exist in exists)
+        return cls(*(None if operand is None else operand.new_empty(operand.shape) for operand in operands))
 
     def present(self) -> list[Tensor]:
         """Return the gradients that are not None: an operator cannot return None."""
@@ -235,7 +181,7 @@ class StepKind(NamedTuple):
     Args:
         steps: n, micro-steps of a token.
         delta: with an erase term. reparam: "none", "efla" or "longhorn".
-        erase_early, read_early: as in `ScanKind`.
+        erase_from, read: as in `ScanKind`.
         split_terms: as in `ScanKind`; only for the launch table.
         erase_factor, write_factor: of the strengths.
         scale: of q.
@@ -245,8 +191,8 @@ class StepKind(NamedTuple):
     steps: int
     delta: bool
     reparam: str
-    erase_early: bool
-    read_early: bool
+    erase_from: str
+    read: str
     split_terms: bool
     erase_factor: float
     write_factor: float

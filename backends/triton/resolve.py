@@ -1,17 +1,20 @@
-"""Derive the problem from the operands of a call, and look up its kernel plan and launch config."""
+"""Look up the plan of a call, and the launch of a decode step."""
 
 from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.triton import plan as plans
+from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton import table
-from deltazoo.backends.triton.config import CHUNK, Launch, LaunchConfig, parse
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes, StepKind, StepOperands
-from deltazoo.backends.triton.plan import Decay, Plan, Problem
+from deltazoo.backends.triton.config import Launch, parse
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, StepKind, StepOperands, problem_of
+from deltazoo.backends.triton.plan import KernelLaunch, Plan
 from deltazoo.backends.triton.precompile import device_of
+from deltazoo.backends.triton.problem import Decay, Problem
+from deltazoo.backends.triton.registry import CHUNK, KERNELS, Span
 
 
-def resolve(x: ScanOperands, kind: ScanKind, grad: bool) -> tuple[Plan, LaunchConfig]:
-    """Look up plan and launch config. Raises: ConfigError for a kernel that does not take the problem."""
-    return table.look_up(kind.config, problem_of(x, kind), _device(x), grad)
+def resolve(x: ScanOperands, kind: ScanKind, grad: bool) -> Plan:
+    """Look up the plan. Raises: ConfigError for a kernel that does not take the problem."""
+    device = _device(x)
+    return table.look_up(kind.config, problem_of(x, kind, device), device, grad)
 
 
 def resolve_decode(x: StepOperands, kind: StepKind) -> Launch:
@@ -19,6 +22,15 @@ def resolve_decode(x: StepOperands, kind: StepKind) -> Launch:
     if kind.config:
         return parse(kind.config).decode
     return table.launch_config(decode_problem(x, kind), _device(x)).decode
+
+
+def decode_plan(problem: Problem, config: str, device: DeviceSpec) -> KernelLaunch:
+    """Return the launch of a decode step. Raises: ConfigError for an invalid table."""
+    launch = parse(config).decode if config else table.launch_config(problem, device).decode
+    (kernel,) = KERNELS["decode"]
+    tiles = kernel.tiles(problem, launch)
+    options = kernel.options(problem, launch, CHUNK)
+    return KernelLaunch("decode", kernel, kernel.programs(problem, Span(), tiles), Span(), tiles, options)
 
 
 def decode_problem(x: StepOperands, kind: StepKind) -> Problem:
@@ -35,15 +47,5 @@ def decode_problem(x: StepOperands, kind: StepKind) -> Problem:
     )  # fmt: skip
 
 
-def problem_of(x: ScanOperands, kind: ScanKind) -> Problem:
-    """Derive the problem from the operands."""
-    s = Sizes.of(x, CHUNK)
-    return Problem(
-        dtype=x.q.dtype, N=s.N, T=s.T, H=s.H, HV=s.HV, K=s.K, V=s.V, delta=kind.delta, erase_key=x.e is not None,
-        decay=x.decay, packed=s.packed, split_terms=kind.split_terms,
-        saves_16_bits=kind.saves_16_bits, pair=x.v_key is not None,
-    )  # fmt: skip
-
-
 def _device(x: ScanOperands | StepOperands) -> DeviceSpec:
-    return plans.device_spec(device_of(x.q).index)
+    return problems.device_spec(device_of(x.q).index)

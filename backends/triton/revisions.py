@@ -5,7 +5,7 @@ compares the compiled kernels with stored hashes and reports a change; renaming 
 """
 
 REVISIONS = {
-    "split": 1,  # scan, reverse scan and combination together
+    "segment_chunks": 1,  # scan, reverse scan and combination together
     "prepare": 2,
     "scan": 1,
     "recompute": 1,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.problem import Problem
 
 Layout = tuple[tuple[Any, ...], torch.dtype]  # the shape, with sizes that may be symbolic, and dtype of a tensor
 
@@ -38,25 +38,25 @@ class Prepared(NamedTuple):
     slopes: Tensor
 
     @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> Self:
-        """Allocate the results. save: the backward reads them, too."""
-        return cls(*(x.q.new_empty(shape, dtype=dtype) for shape, dtype in cls.layout(x, kind, s, save)))
+    def empty(cls, like: Tensor, problem: Problem, C: int, save: bool) -> Self:
+        """Allocate the results on the device of a tensor. save: the backward reads them, too."""
+        return cls(*(like.new_empty(shape, dtype=dtype) for shape, dtype in cls.layout(problem, C, save)))
 
     @staticmethod
-    def layout(x: ScanOperands, kind: ScanKind, s: Sizes, save: bool) -> list[Layout]:
+    def layout(p: Problem, C: int, save: bool) -> list[Layout]:
         """Return the shapes and dtypes of the results."""
-        terms = kind.terms(x.q.dtype)
-        half = kind.saves_16_bits or (save and terms == 1 and x.q.dtype == torch.bfloat16)
-        channel = x.decay == "channel"
-        derivatives = save and kind.reparam != "none"
-        tiles = (s.slots if kind.delta or channel else 0, s.HV, terms + (x.v_key is not None), s.C, s.C + 8)
+        slots = p.slots(C)
+        half = p.saves_16_bits or (save and p.terms == 1 and p.dtype == torch.bfloat16)
+        derivatives = save and p.reparam != "none"
+        tiles = (slots if p.delta or p.by_channel else 0, p.HV, p.terms + p.dplr, C, C + 8)
+        scaled = (2 + p.delta + p.dplr, p.rows, p.T, p.HV, p.K)
         return [
-            ((s.slots, s.HV, s.K + s.C) if channel else (s.slots, s.HV, 3, s.C), torch.float32),
-            ((s.slots, s.HV), torch.float32),
-            (tiles, torch.float16 if half else x.q.dtype),
-            ((2 + kind.delta + (x.v_key is not None), *x.v.shape[:3], s.K) if channel else (0,), x.q.dtype),
-            (tuple(x.v.shape[:3]) if derivatives else (0,), torch.float32),
-            ((s.slots, s.HV, 2, s.C) if derivatives else (0,), torch.float32),
+            ((slots, p.HV, p.K + C) if p.by_channel else (slots, p.HV, 3, C), torch.float32),
+            ((slots, p.HV), torch.float32),
+            (tiles, torch.float16 if half else p.dtype),
+            (scaled if p.by_channel else (0,), p.dtype),
+            ((p.rows, p.T, p.HV) if derivatives else (0,), torch.float32),
+            ((slots, p.HV, 2, C) if derivatives else (0,), torch.float32),
         ]
 
     def derivatives(self) -> tuple[Tensor | None, Tensor | None]:
@@ -75,10 +75,10 @@ class Saved(NamedTuple):
     checkpoints: Tensor
 
     @classmethod
-    def of(cls, saved: Tensor, x: ScanOperands, kind: ScanKind, s: Sizes, every: int) -> Self:
-        """Return the views of a tensor that `empty` allocated. every: chunks between two checkpoints."""
+    def of(cls, saved: Tensor, problem: Problem, C: int, distance: int) -> Self:
+        """Return the views of a tensor that `empty` allocated. distance: chunks between two checkpoints."""
         views, start = [], 0
-        for shape, dtype in cls._layout(x, kind, s, every):
+        for shape, dtype in cls._layout(problem, C, distance):
             size = math.prod(shape) * dtype.itemsize
             views.append(saved[start : start + size].view(dtype).view(shape))
             start += _aligned(size)
@@ -86,15 +86,15 @@ class Saved(NamedTuple):
         return cls(Prepared(*prepared), checkpoints)
 
     @classmethod
-    def empty(cls, x: ScanOperands, kind: ScanKind, s: Sizes, every: int) -> Tensor:
-        """Allocate one tensor of bytes for all of them."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in cls._layout(x, kind, s, every)]
-        return x.q.new_empty(sum(map(_aligned, sizes)), dtype=torch.uint8)
+    def empty(cls, like: Tensor, problem: Problem, C: int, distance: int) -> Tensor:
+        """Allocate one tensor of bytes for all of them, on the device of a tensor."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in cls._layout(problem, C, distance)]
+        return like.new_empty(sum(map(_aligned, sizes)), dtype=torch.uint8)
 
     @staticmethod
-    def _layout(x: ScanOperands, kind: ScanKind, s: Sizes, every: int) -> list[Layout]:
-        checkpoints = (s.checkpoint_slots(every), s.HV, s.V, s.K)
-        return [*Prepared.layout(x, kind, s, True), (checkpoints, kind.saved_dtype(x.q.dtype))]
+    def _layout(p: Problem, C: int, distance: int) -> list[Layout]:
+        checkpoints = (p.checkpoint_slots(C, distance), p.HV, p.V, p.K)
+        return [*Prepared.layout(p, C, True), (checkpoints, p.saved_dtype)]
 
 
 def _aligned(size: Any) -> Any:

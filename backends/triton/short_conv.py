@@ -15,8 +15,9 @@ from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.triton.operands import ready, with_token_stride
-from deltazoo.backends.triton.plan import device_spec
 from deltazoo.backends.triton.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import device_spec
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 from deltazoo.backends.varlen import valid_sequence_index
 
@@ -72,13 +73,13 @@ def short_conv(
 
 
 class _Operands(NamedTuple):
-    """Tensors that both kernels read, in the order of their parameters."""
+    """Tensors that both kernels read, by the names of their parameters."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     history: Tensor | None
-    cu_seqlens: Tensor | None
+    cu: Tensor | None
     ends: Tensor | None
     sequence_starts: Tensor | None
     sequence_ids: Tensor | None
@@ -134,10 +135,10 @@ def _parts(channels: Sequence[int], silu: Sequence[bool], unit: Sequence[int]) -
 
 
 def _launch(
-    kernel: Any, operands: _Operands, results: Sequence[Tensor], token_stride: int, first: int, part: ConvPart,
+    kernel: Any, operands: _Operands, results: dict[str, Tensor], *, token_stride: int, first: int, part: ConvPart,
     tiling: _Tiling, launch: ConvLaunch,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the part that begins at channel `first`."""
+    """Launch a kernel on the part that begins at channel `first`. results: by the kernel's parameters."""
     from deltazoo.backends.triton.kernels.conv.short_conv import ConvTraits
     from deltazoo.backends.triton.launcher import launcher
 
@@ -146,15 +147,19 @@ def _launch(
     traits = ConvTraits(
         UNIT=unit, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
-        PACKED=operands.cu_seqlens is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
+        PACKED=operands.cu is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
         GROUP=launch.group,
     )  # fmt: skip
     strips_per_row = cdiv(T, tiling.strip)
-    run = launcher(kernel, (*operands, *results), (traits,), launch.warps)
-    N = B if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
+    run = launcher(kernel, operands._asdict() | results, {"traits": traits}, Options(launch.warps))
+    N = B if operands.cu is None else operands.cu.shape[0] - 1
     groups = 1 if operands.ends is None else operands.ends.shape[0]
     programs = groups * tiling.programs_T * tiling.programs_C
-    run(programs, T, N, B * strips_per_row, strips_per_row, tiling.strip, token_stride // unit)
+    numbers = {
+        "T": T, "N": N, "strips": B * strips_per_row, "strips_per_row": strips_per_row, "strip_tokens": tiling.strip,
+        "token_stride": token_stride // unit,
+    }  # fmt: skip
+    run(programs, numbers)
 
 
 def _forward(
@@ -168,7 +173,10 @@ def _forward(
     ys = [x.new_empty(*x.shape[:2], n) for n in channels]
     with torch.cuda.device_of(x):
         for y, (first, part) in zip(ys, _parts(channels, silu, unit), strict=True):
-            _launch(short_conv_kernel, operands, (y,), token_stride, first, part, _tiling(part, x, config), config)
+            _launch(
+                short_conv_kernel, operands, {"y": y}, token_stride=token_stride, first=first, part=part,
+                tiling=_tiling(part, x, config), launch=config,
+            )  # fmt: skip
     return ys
 
 
@@ -191,8 +199,11 @@ def _backward(
             shape = (*weight.shape[:-2], tiling.programs_T, W + (bias is not None), part.channels)
             allocate = x.new_empty if ends is None else x.new_zeros  # most programs have tokens of one group only
             partial = allocate(shape, dtype=torch.float32)
-            results = (ready(dy), dx, dhistory, partial)
-            _launch(short_conv_backward_kernel, operands, results, token_stride, first, part, tiling, config)
+            results = {"dy": ready(dy), "dx": dx, "dhistory": dhistory, "partial": partial}
+            _launch(
+                short_conv_backward_kernel, operands, results, token_stride=token_stride, first=first, part=part,
+                tiling=tiling, launch=config,
+            )  # fmt: skip
             sums.append(partial.sum(-3))
     dw_by_lag = torch.cat(sums, -1)
     dweight = dw_by_lag[..., :W, :].flip(-2).mT.contiguous().to(weight.dtype)

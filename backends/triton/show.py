@@ -1,24 +1,22 @@
 """Print the kernel plan of an update, for `deltazoo.explain`."""
 
+from itertools import accumulate
+
 import torch
 
-from deltazoo.backends.base import UpdateMeta
+from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.lower import computes_in_float32, micro_steps, splits_terms
-from deltazoo.backends.triton.plan import (
-    KERNELS,
-    Decay,
-    Plan,
-    Problem,
-    backward_kernels,
-    forward_kernels,
-    interval,
-    on_device,
-)
+from deltazoo.backends.triton.decode_op import decode_operands
+from deltazoo.backends.triton.lower import lower
+from deltazoo.backends.triton.operands import problem_of
+from deltazoo.backends.triton.plan import KernelLaunch, Plan
+from deltazoo.backends.triton.problem import Problem, architecture
+from deltazoo.backends.triton.registry import KERNELS, PHASES
+from deltazoo.backends.triton.resolve import decode_plan, decode_problem
+from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.table import describe, look_up
 
 
@@ -36,69 +34,77 @@ def explain_plan(
     where = f"{device.name} (sm_{capability}, {device.processors} SMs, Triton {device.triton})"
     if shape is None:
         return "\n".join([f"kernel versions on {where}, in order of preference:", *_conditions(device)])
-    problem = on_device(problem_for(spec, meta, shape), device)
     try:
-        plan, launches = look_up(config, problem, device, meta.grad)
+        plan = plan_for(spec, meta, shape, device, config)
     except ConfigError as error:
         return f"kernel plan: {error}"
-    return "\n".join(
-        [f"kernel plan on {where} for {shape.name}: B = {shape.B}, T = {shape.T}:", *_rows(plan, problem, launches)]
-    )
+    rows = _rows(plan) if isinstance(plan, Plan) else [f"  decode: {plan.kernel.name}"]
+    return "\n".join([f"kernel plan on {where} for {shape.name}: B = {shape.B}, T = {shape.T}:", *rows])
 
 
-def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> Problem:
-    """The problem of a spec on a shape, with widths padded to multiples of 8 as the backend pads them."""
-    channel = spec.decay in ("channel", "rate") or meta.decay_channels
-    n = micro_steps(spec, channel)
-    decay: Decay = "none" if spec.decay == "none" else "channel" if channel else "head"
-    if spec.decay == "fixed" and not channel and n == 1:  # else it is spread over the micro-steps
-        decay = "fixed"
-    delta, per_value_head = spec.transition != "additive", spec.transition == "dplr" or spec.beta == "channel"
-    return Problem(
-        dtype=torch.float32 if computes_in_float32(spec, meta.K, meta.dtype, channel) else meta.dtype,
-        N=shape.sequences, T=shape.T * n, H=meta.HV if delta and per_value_head else meta.H, HV=meta.HV,
-        K=meta.K + -meta.K % 8, V=meta.V + -meta.V % 8, delta=delta,
-        erase_key=spec.erase_key == "own" or (delta and per_value_head), decay=decay, packed=bool(shape.lengths),
-        split_terms=splits_terms(spec, meta.K, meta.dtype), pair=spec.transition == "dplr" and channel,
-    )  # fmt: skip
+def plan_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape, device: DeviceSpec, config: str) -> Plan | KernelLaunch:
+    """Return the plan of the chunked kernels on a shape, or the launch of a decode step. Raises: ConfigError."""
+    if route_of(spec, meta.V, shape.T, packed=bool(shape.lengths), grad=meta.grad) == "step":
+        x, kind = decode_operands(spec, meta_inputs(spec, meta, shape), config)
+        return decode_plan(decode_problem(x, kind), config, device)
+    return look_up(config, problem_for(spec, meta, shape, device), device, meta.grad)
 
 
-def _rows(plan: Plan, problem: Problem, config: LaunchConfig) -> list[str]:
-    rows = [f"  forward:  {' -> '.join(forward_kernels(plan, problem))}"]
-    if plan.backward != "none":
-        rows.append(f"  backward: {' -> '.join(backward_kernels(plan, problem))}  ({plan.backward})")
-        rows.append(f"  checkpoints of the state every {plan.every} chunks of {config.chunk} tokens")
-    segments = f"{plan.split} chunks each, computed in parallel" if plan.split else "none"
+def problem_for(spec: UpdateSpec, meta: UpdateMeta, shape: Shape, device: DeviceSpec) -> Problem:
+    """Derive the problem of a spec on a shape, without an initial state."""
+    lowered = lower(spec, meta_inputs(spec, meta, shape), "")
+    return problem_of(lowered.operands, lowered.kind, device)
+
+
+def meta_inputs(spec: UpdateSpec, meta: UpdateMeta, shape: Shape) -> UpdateInputs:
+    """Return the operands of a spec on the meta device, without an initial state."""
+    sizes = spec.operands(shape.B, shape.T, meta.H, meta.HV, meta.K, meta.V)
+    if meta.decay_channels:
+        sizes["log_decay"] = (meta.HV, meta.K)
+    in_float32 = ("log_decay", "step", "rate")
+    operands = {
+        name: torch.empty(size, dtype=torch.float32 if name in in_float32 else meta.dtype, device="meta")
+        for name, size in sizes.items()
+    }
+    if shape.lengths:
+        operands["cu_seqlens"] = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device="meta")
+    return UpdateInputs(**operands)
+
+
+def _rows(plan: Plan) -> list[str]:
+    config = plan.config
+    rows = [f"  forward:  {_chain(plan.forward)}"]
+    if plan.sums is not None:
+        windows = max(launch.span.windows for launch in plan.backward) if plan.backward else 1
+        rows.append(f"  backward: {_chain(plan.backward)}")
+        rows.append(f"  checkpoints of the state every {plan.checkpoint_chunks} chunks of {config.chunk} tokens")
+        if windows > 1:
+            rows.append(f"  windows: {windows}, computed one after the other")
+    segments = f"{plan.segment_chunks} chunks each, computed in parallel" if plan.segment_chunks else "none"
     rows.append(f"  segments: {segments}")
-    for direction, chunks in (("forward", plan.forward_halved_from), ("reverse", plan.halved_from)):
+    for direction, chunks in (("forward", plan.forward_narrow_min_chunks), ("reverse", plan.narrow_min_chunks)):
         if chunks:
             rows.append(f"  {direction} scan: a program for every 64 values of a sequence of {chunks} chunks or more")
-    launched = {
-        "prepare": plan.prepare != "gates",
-        "scan": True,
-        "recompute": plan.recompute is not None,
-        "reverse": plan.backward != "none",
-        "gradients": plan.gradients is not None,
-    }
-    return rows + [f"  {phase}: {describe(getattr(config, phase))}" for phase in KERNELS if launched[phase]]
+    launched = [phase for phase in PHASES if phase in plan.kernels and plan.kernels[phase].name != "gates_kernel"]
+    return rows + [f"  {phase}: {describe(getattr(config, phase))}" for phase in launched]
+
+
+def _chain(launches: tuple[KernelLaunch, ...]) -> str:
+    """The kernels in order; those of several windows, which are the same, once with their number."""
+    windows = {launch.span.window for launch in launches if launch.span.windows > 1}
+    once = [launch for launch in launches if launch.span.windows > 1 and launch.span.window == 0]
+    others = [launch.kernel.name for launch in launches if launch.span.windows == 1]
+    repeated = [f"{len(windows)} x ({' -> '.join(launch.kernel.name for launch in once)})"] if once else []
+    return " -> ".join([*repeated, *others]) or "nothing"
 
 
 def _conditions(device: DeviceSpec) -> list[str]:
     rows = []
-    for phase, versions in KERNELS.items():
-        for kernel, limits in versions.items():
-            if limits.hopper and not device.is_hopper:
-                continue
-            needs = [f"K {interval(limits.keys)}", f"V {interval(limits.values)}"]
-            if "channel" in limits.decays and limits.channel_keys != limits.keys:
-                needs.append(f"K {interval(limits.channel_keys)} with a decay per channel or an erase key")
-            needs += [] if limits.grouped else ["H = HV", "no segments", "sequences x heads that fill the SMs"]
-            needs += [] if limits.own_key else ["no erase key unless the decay is per channel"]
-            if limits.hopper:
-                needs += [
-                    "16-bit (split terms: bfloat16, widths of the sweep or an erase key, no decay per channel)",
-                    "multiples of 8",
-                ]
-            rows.append(f"  {phase} {kernel}: {', '.join(needs)}")
+    for phase in PHASES:
+        for kernel in KERNELS[phase]:
+            architectures = kernel.support.architectures
+            if not architectures or architecture(device) in architectures:
+                rows.append(f"  {phase} {kernel.version} {kernel.name}: {', '.join(kernel.support.needs())}")
+    rows.append("  reverse fused: also no segments, and sequences x heads that fill the SMs")
     rows.append("  segments in parallel: sequences x heads x V tiles below 40 % of the SMs, and 32 chunks or more")
     return rows

@@ -18,9 +18,9 @@ import tempfile
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deltazoo.backends.devices import DeviceSpec, triton_version
 from deltazoo.backends.errors import ConfigError, describe_invalid
@@ -28,16 +28,17 @@ from deltazoo.backends.output_path import output_path
 from deltazoo.backends.triton import replay
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.plan import Decay, Plan, Problem, make_plan
+from deltazoo.backends.triton.plan import Plan, make_plan
+from deltazoo.backends.triton.problem import Decay, Problem
+from deltazoo.backends.triton.registry import KERNELS, STEPS
 from deltazoo.backends.triton.revisions import REVISIONS
 from deltazoo.backends.triton.tiles import cdiv
 
 _log = logging.getLogger("deltazoo")
 
-# in the order of tuning: the reverse scan decides whether the two kernels after it are launched
-Kernel = Literal["split", "prepare", "scan", "reverse", "recompute", "gradients", "decode", "fused_step"]
-KERNELS: tuple[Kernel, ...] = get_args(Kernel)
-STEPS: tuple[Kernel, ...] = ("decode", "fused_step")  # of one token: of the update, of a mixer
+# What is tuned, in this order: chunks per segment, then the launches of the registry's phases. The reverse scan decides
+# whether the two kernels after it are launched.
+TUNED = ("segment_chunks", *dict.fromkeys(("prepare", "scan", "reverse", *KERNELS)))
 
 # Triton versions whose records hold for each other: those that assemble with the same ptxas, here 12.8.93. Kernels
 # were checked with every version of a group on the GPU; Triton 3.8 and 3.9 bring other versions of ptxas.
@@ -52,13 +53,13 @@ class Key(BaseModel):
         groups: value heads per key head.
         segments: the segments of a sequence are computed in parallel.
         programs: programs that can run at once, tiles aside, rounded down to a power of two, at most 256.
-        chunks: chunks of a sequence, rounded likewise, at most 1024; 0 except for kernel="split".
+        chunks: chunks of a sequence, rounded likewise, at most 1024; 0 except for kernel="segment_chunks".
         The other fields are those of `Problem`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: Kernel
+    kernel: str
     dtype: Literal["float32", "bfloat16", "float16"]
     K: int = Field(ge=1)
     V: int = Field(ge=1)
@@ -69,9 +70,16 @@ class Key(BaseModel):
     packed: bool
     split_terms: bool
     segments: bool
-    pair: bool = False
+    dplr: bool = False
     programs: int = Field(ge=1)
     chunks: int = Field(ge=0)
+
+    @field_validator("kernel")
+    @classmethod
+    def _is_tuned(cls, kernel: str) -> str:
+        if kernel not in TUNED:
+            raise ValueError(f"kernel must be one of {', '.join(TUNED)}, got {kernel!r}")
+        return kernel
 
     @property
     def code(self) -> "Key":
@@ -80,29 +88,29 @@ class Key(BaseModel):
 
     def __str__(self) -> str:
         traits = ["delta" if self.delta else "additive", f"decay={self.decay}"]
-        traits += [name for name in ("erase_key", "packed", "split_terms", "segments", "pair") if getattr(self, name)]
+        traits += [name for name in ("erase_key", "packed", "split_terms", "segments", "dplr") if getattr(self, name)]
         sizes = f"K={self.K} V={self.V} groups={self.groups} programs={self.programs}"
         return f"{self.dtype} {' '.join(traits)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
 
 
-def key_of(kernel: Kernel, problem: Problem, split: int) -> Key:
-    """Classify a problem for one kernel, with segments of `split` chunks (0: none)."""
+def key_of(kernel: str, problem: Problem, segment_chunks: int) -> Key:
+    """Classify a problem for one kernel, with segments of so many chunks (0: none)."""
     chunks = max(1, cdiv(problem.T, 64) // (max(1, problem.N) if problem.packed else 1))
     rows = problem.N * problem.HV
     programs = {
         "prepare": problem.N * problem.H * chunks,
         "gradients": problem.N * problem.H * chunks,
-        "recompute": rows * cdiv(chunks, LaunchConfig().every),
-        "scan": rows * (cdiv(chunks, split) if split else 1),
-        "reverse": rows * (cdiv(chunks, split) if split else 1),
+        "recompute": rows * cdiv(chunks, LaunchConfig().checkpoint_chunks),
+        "scan": rows * (cdiv(chunks, segment_chunks) if segment_chunks else 1),
+        "reverse": rows * (cdiv(chunks, segment_chunks) if segment_chunks else 1),
     }.get(kernel, rows)
     return Key(
         kernel=kernel, dtype=str(problem.dtype).removeprefix("torch."), K=problem.K, V=problem.V,
         groups=problem.HV // problem.H, delta=problem.delta, erase_key=problem.erase_key, decay=problem.decay,
         packed=problem.packed, split_terms=problem.split_terms,
-        segments=bool(split) and kernel not in ("split", *STEPS), pair=problem.pair,
+        segments=bool(segment_chunks) and kernel not in ("segment_chunks", *STEPS), dplr=problem.dplr,
         programs=_rounded(programs, _MAX_PROGRAMS),
-        chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "split" else 0,
+        chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "segment_chunks" else 0,
     )  # fmt: skip
 
 
@@ -113,7 +121,7 @@ class Record(BaseModel):
         key: the problems it holds for.
         triton, revision: the Triton version and the kernel revision it was measured with; `holds_for` says for which
             versions it holds.
-        launch, split: the choice: a launch, or for kernel="split" the chunks per segment.
+        launch, segment_chunks: the choice: a launch, or for kernel="segment_chunks" the chunks per segment.
         shape: the measured shape. ms: its median time with the choice. heuristic_ms: its median time with the
             heuristic's choice, other kernels equal; None if that does not run or fails the check.
         tried: number of candidates. rejected: those that failed to run or failed the numeric check.
@@ -125,7 +133,7 @@ class Record(BaseModel):
     triton: str
     revision: int
     launch: Launch | None = None
-    split: int | None = Field(default=None, ge=0)
+    segment_chunks: int | None = Field(default=None, ge=0)
     shape: str
     ms: float = Field(gt=0, allow_inf_nan=False)
     heuristic_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -135,10 +143,11 @@ class Record(BaseModel):
     @model_validator(mode="after")
     def _has_one_choice(self) -> Self:
         kernel = self.key.kernel
-        if (self.split is None) != (kernel != "split") or (self.launch is None) != (kernel == "split"):
-            raise ValueError(f"kernel={kernel!r} needs {'split' if kernel == 'split' else 'launch'} alone")
-        if self.split is not None:
-            LaunchConfig(split=self.split)
+        of_segments = kernel == "segment_chunks"
+        if (self.segment_chunks is not None) != of_segments or (self.launch is None) != of_segments:
+            raise ValueError(f"kernel={kernel!r} needs {kernel if of_segments else 'launch'} alone")
+        if self.segment_chunks is not None:
+            LaunchConfig(segment_chunks=self.segment_chunks)
         if self.launch is not None:
             if self.launch.kernel == "fused" and self.key.segments:
                 raise ValueError("launch.kernel must not be 'fused' with segments")
@@ -153,7 +162,7 @@ class Record(BaseModel):
     def cells(self) -> list[str]:
         """The record as a table row under `COLUMNS`."""
         gain = "" if self.gain is None else f"{self.gain:.2f}"
-        choice = describe(self.launch if self.split is None else self.split)
+        choice = describe(self.launch if self.segment_chunks is None else self.segment_chunks)
         return [
             self.key.kernel, self.shape, str(self.key), choice, f"{self.ms:.3f}", gain, f"{self.tried}",
             f"{self.rejected}",
@@ -163,7 +172,7 @@ class Record(BaseModel):
 def describe(choice: Launch | int | None) -> str:
     """Print a launch, or chunks per segment, on one line."""
     if not isinstance(choice, Launch):
-        return f"split={choice}"
+        return f"segment_chunks={choice}"
     return " ".join(f"{name}={value}" for name, value in choice if value and value != "portable")
 
 
@@ -175,7 +184,7 @@ class Table(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     device: str
     records: tuple[Record, ...] = ()
 
@@ -281,14 +290,14 @@ def clear_caches() -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def look_up(requested: str, problem: Problem, device: DeviceSpec, grad: bool) -> tuple[Plan, LaunchConfig]:
-    """Look up the plan and the launch config of a problem. Runs on every eager call: a dict lookup after the first.
+def look_up(requested: str, problem: Problem, device: DeviceSpec, grad: bool) -> Plan:
+    """Look up the plan of a problem. Runs on every eager call that is not replayed: a dict lookup after the first.
 
     Args: requested: a launch config as JSON; "": that of the tables, else of the heuristic.
     Raises: ConfigError for an invalid table, or a requested kernel that does not take the problem.
     """
     config = parse(requested) if requested else launch_config(problem, device)
-    return make_plan(problem, device, config, grad), config
+    return make_plan(problem, device, config, grad)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -300,15 +309,15 @@ def launch_config(problem: Problem, device: DeviceSpec) -> LaunchConfig:
 
 
 def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record]) -> LaunchConfig:
-    """The heuristic's config with the choices of the records, except chunk and every: saved tensors have their
-    shapes.
+    """The heuristic's config with the choices of the records, except chunk and checkpoint_chunks: saved tensors have
+    their shapes.
 
     A record that asks for a kernel that does not take the problem is ignored with a warning.
     """
-    record = records.get(key_of("split", problem, 0))
-    config = heuristic(problem, device, None if record is None else record.split)
-    for kernel in KERNELS[1:]:
-        record = records.get(key_of(kernel, problem, config.split))
+    record = records.get(key_of("segment_chunks", problem, 0))
+    config = heuristic(problem, device, None if record is None else record.segment_chunks)
+    for kernel in TUNED[1:]:
+        record = records.get(key_of(kernel, problem, config.segment_chunks))
         if record is None:
             continue
         try:
@@ -355,7 +364,7 @@ def _parse_table(text: str, name: str) -> Table:
 
 def _order(record: Record) -> tuple[object, ...]:
     kernel, *traits, programs, chunks = (value for _, value in record.key)
-    return record.triton, *traits, KERNELS.index(kernel), programs, chunks
+    return record.triton, *traits, TUNED.index(kernel), programs, chunks
 
 
 def _rounded(n: int, largest: int) -> int:

@@ -15,12 +15,13 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.decode_op import decode_operands
-from deltazoo.backends.triton.heuristic import heuristic, on_hopper
+from deltazoo.backends.triton.heuristic import heuristic, in_version
 from deltazoo.backends.triton.lower import lower
-from deltazoo.backends.triton.plan import Problem, make_plan, takes
+from deltazoo.backends.triton.operands import problem_of as problem_of_operands
+from deltazoo.backends.triton.plan import make_plan
+from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.registry import STEPS, choose, takes, versions
 from deltazoo.backends.triton.resolve import decode_problem
-from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
-from deltazoo.backends.triton.table import STEPS, Kernel
 from deltazoo.backends.triton.tiles import cdiv, min_key_tile, value_tile
 
 _IN_STATE_DTYPE = ("log_decay", "step", "rate")
@@ -50,17 +51,18 @@ class Target(NamedTuple):
     dtype: torch.dtype
 
 
-def problem_of(target: Target, kernel: Kernel) -> Problem:
+def problem_of(target: Target, kernel: str, device: DeviceSpec) -> Problem:
     """Return the problem by which the backend looks up the launch of a kernel in the tables."""
     spec, step = target.spec, kernel in STEPS
     inputs = zero_operands(target, kernel, torch.device("meta"))
     if not step:
-        return problem_of_operands(*lower(spec, inputs, ""))
+        lowered = lower(spec, inputs, "")
+        return problem_of_operands(lowered.operands, lowered.kind, device)
     problem = decode_problem(*decode_operands(spec, inputs, ""))
     return problem if kernel == "decode" else problem._replace(split_terms=False)
 
 
-def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> UpdateInputs:
+def zero_operands(target: Target, kernel: str, device: torch.device) -> UpdateInputs:
     """Return zeros for the operands and the initial state of a target.
 
     For the kernels of a decode step each sequence is a row of one token.
@@ -78,22 +80,17 @@ def zero_operands(target: Target, kernel: Kernel, device: torch.device) -> Updat
 
 
 def candidates(
-    kernel: Kernel, problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str = "quick"
+    kernel: str, problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str = "quick"
 ) -> list[LaunchConfig]:
     """Return the configs to try for a kernel, `base` first.
 
     Only `base` if the plan does not launch the kernel, or if its launch has no parameters.
     """
-    if kernel == "split":
-        return _splits(problem, base, device, effort)
+    if kernel == "segment_chunks":
+        return _segment_lengths(problem, base, device, effort)
     if kernel not in STEPS:
-        plan = make_plan(problem, device, base, grad=True)
-        unused = {
-            "prepare": plan.prepare == "gates",
-            "recompute": plan.recompute is None,
-            "gradients": plan.gradients is None,
-        }
-        if unused.get(kernel):
+        kernels = make_plan(problem, device, base, grad=True).names()
+        if kernels.get(kernel, "gates_kernel") == "gates_kernel":  # which has no parameters
             return [base]
     # kernels without the last fields of _FIELDS keep their defaults
     launches = [Launch(**dict(zip(_FIELDS, numbers, strict=False))) for numbers in _grid(kernel, effort)]
@@ -102,37 +99,39 @@ def candidates(
     if kernel == "gradients":
         widest = max(64, value_tile(2**30, problem.K))
         launches = [launch for launch in launches if min_key_tile(problem.saved_dtype) <= launch.keys <= widest]
-    default = getattr(heuristic(problem, device, base.split), kernel)
-    if supports_hopper(kernel, problem, device, base.chunk):
+    default = getattr(heuristic(problem, device, base.segment_chunks), kernel)
+    if version := specialized_version(kernel, problem, device, base.chunk):
         if effort == "quick":  # of the portable launches, which are rarely faster, only the heuristic's
             launches = [default.model_copy(update={"kernel": "portable"})]
-        launches.append(default if default.kernel != "portable" else on_hopper(kernel, default))
-        if kernel == "reverse" and not base.split and takes("reverse", "fused", problem, device, base.chunk):
-            other = "hopper" if default.kernel == "fused" else "fused"
+        launches.append(default if default.kernel != "portable" else in_version(version, kernel, default))
+        if kernel == "reverse" and not base.segment_chunks and takes("reverse", "fused", problem, device, base.chunk):
+            other = version if default.kernel == "fused" else "fused"
             launches.append(default.model_copy(update={"kernel": other}))
     return _unique(base, [{kernel: launch} for launch in launches])
 
 
-def supports_hopper(kernel: Kernel, problem: Problem, device: DeviceSpec, chunk: int) -> bool:
-    """Return whether the Hopper version of a kernel supports a problem."""
-    return kernel not in ("split", *STEPS) and takes(kernel, "hopper", problem, device, chunk)  # type: ignore[arg-type]
+def specialized_version(kernel: str, problem: Problem, device: DeviceSpec, chunk: int) -> str | None:
+    """Return the version of a kernel for the device's architecture that supports a problem; None if there is none."""
+    others = [version for version in versions(kernel) if version not in ("portable", "fused")]
+    return next((version for version in others if choose(kernel, version, problem, device, chunk)), None)
 
 
-def _splits(problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str) -> list[LaunchConfig]:
+def _segment_lengths(problem: Problem, base: LaunchConfig, device: DeviceSpec, effort: str) -> list[LaunchConfig]:
     """Return configs with other segment lengths; only `base` if sequences x heads fill half of the SMs."""
     if device.processors < 2 * problem.N * problem.HV:
         return [base]
     chunks = cdiv(problem.T, base.chunk) // (max(1, problem.N) if problem.packed else 1)
     changes = []
-    for split in (0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)):
+    for segment_chunks in (0, *(1 << n for n in range(4, 7 if effort == "quick" else 10) if 2 << n <= chunks)):
         fused = base.reverse.kernel == "fused"
-        reverse = base.reverse.model_copy(update={"kernel": "hopper"}) if split and fused else base.reverse
-        scratch = 2**29 if split else LaunchConfig().scratch
-        changes.append({"split": split, "scratch": scratch, "reverse": reverse})
+        other = specialized_version("reverse", problem, device, base.chunk)
+        reverse = base.reverse.model_copy(update={"kernel": other}) if segment_chunks and fused else base.reverse
+        scratch = 2**29 if segment_chunks else LaunchConfig().scratch
+        changes.append({"segment_chunks": segment_chunks, "scratch": scratch, "reverse": reverse})
     return _unique(base, changes)
 
 
-def _grid(kernel: Kernel, effort: str) -> list[tuple[int, ...]]:
+def _grid(kernel: str, effort: str) -> list[tuple[int, ...]]:
     """Return the values of `_FIELDS` to try. The scans have the same values."""
     name = "scan" if kernel in ("recompute", "reverse") else kernel
     return _QUICK[name] if effort == "quick" else list(itertools.product(*_FULL[name]))

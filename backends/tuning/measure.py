@@ -29,8 +29,8 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.plan import on_device
-from deltazoo.backends.triton.table import STEPS, Kernel, key_of
+from deltazoo.backends.triton.registry import STEPS
+from deltazoo.backends.triton.table import key_of
 from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
 
@@ -78,7 +78,7 @@ class CudaRunner(Runner):
         """Return the reasons why the kernels do not support a target; [] if they do."""
         return refusals(target, self.device)
 
-    def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
+    def compile(self, target: Target, kernel: str, configs: Sequence[LaunchConfig]) -> None:
         if kernel == "fused_step":
             work = _FusedWork(target, self.cuda)
             for config in configs:
@@ -88,8 +88,8 @@ class CudaRunner(Runner):
         for config in configs:
             TritonBackend(config).compile_in_threads(target.spec, inputs)
 
-    def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
-        problem_key = key_of(kernel, on_device(problem_of(target, kernel), self.device), config.split)
+    def check(self, target: Target, kernel: str, config: LaunchConfig) -> str:
+        problem_key = key_of(kernel, problem_of(target, kernel, self.device), config.segment_chunks)
         key = (problem_key.code, target.spec, getattr(config, kernel))
         if key not in self._verdicts:
             self._bench = None  # frees its memory
@@ -97,7 +97,7 @@ class CudaRunner(Runner):
             torch.cuda.empty_cache()
         return self._verdicts[key]
 
-    def _verdict(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
+    def _verdict(self, target: Target, kernel: str, config: LaunchConfig) -> str:
         try:
             for case in checks_of(target, kernel, config, self.regimes):
                 key = (case, kernel == "fused_step")
@@ -114,7 +114,7 @@ class CudaRunner(Runner):
             return f"failed with {type(error).__name__}: {sentence[:200]}"
         return ""
 
-    def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+    def time(self, target: Target, kernel: str, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
         timed = kernel if kernel == "fused_step" else DIRECTION_OF[kernel]
         try:
             if self._bench is None or (self._bench.target, self._bench.timed) != (target, timed):
@@ -137,7 +137,7 @@ def refusals(target: Target, device: DeviceSpec) -> list[str]:
     return TritonBackend().unsupported_on(target.spec, meta, device)
 
 
-def checks_of(target: Target, kernel: Kernel, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES) -> list[Case]:
+def checks_of(target: Target, kernel: str, config: LaunchConfig, regimes: Sequence[Regime] = REGIMES) -> list[Case]:
     """Return the short cases of the numeric check, which run the same compiled kernels as the target.
 
     A case has more than one segment if the target has segments, else more than one interval between checkpoints; a T
@@ -147,13 +147,13 @@ def checks_of(target: Target, kernel: Kernel, config: LaunchConfig, regimes: Seq
     spec, shape, dtype = target
     if kernel in STEPS:
         return [Case(spec, Shape("short", 3, 1, *shape[3:7]), dtype)]
-    T = 64 * (config.split or max(config.every, 16)) + 144  # a run of the recomputation has at least 16 chunks
+    T = 64 * (config.segment_chunks or max(config.checkpoint_chunks, 16)) + 144  # a run of the recomputation has at least 16 chunks
     lengths = (T - 80, 0, 64, 16) if shape.lengths else ()
     short = Shape("short", 1, T, *shape[3:7], lengths)
-    return [Case(spec, short, dtype, regime) for regime in (regimes[:1] if config.split else regimes)]
+    return [Case(spec, short, dtype, regime) for regime in (regimes[:1] if config.segment_chunks else regimes)]
 
 
-def expected_results(case: Case, kernel: Kernel, device: torch.device) -> Expected:
+def expected_results(case: Case, kernel: str, device: torch.device) -> Expected:
     """Draw the operands of a case, and compute the float64 results to compare a config with."""
     if kernel == "fused_step":
         operands = draw_step(typical_step(case.spec, case.shape), (), case.shape.B, case.dtype, device, case.seed)
@@ -177,7 +177,7 @@ def numeric_error(config: LaunchConfig, case: Case, expected: Expected, device: 
     return ""
 
 
-def _run_once(target: Target, kernel: Kernel, config: LaunchConfig, device: torch.device) -> None:
+def _run_once(target: Target, kernel: str, config: LaunchConfig, device: torch.device) -> None:
     """Run a config on the full target, which also compiles it for the timing."""
     backend, case = TritonBackend(config), Case(*target)
     if kernel == "fused_step":

@@ -2,7 +2,7 @@
 
 Kernels are tuned one after the other, while the candidates of the next kernel compile. The tables and the heuristic
 choose the launches of the other kernels. A candidate must pass the numeric check before it is timed. It replaces the
-best so far if it is at least 1 % faster, the two timed in alternation. `chunk` and `every` are not tuned, because they
+best so far if it is at least 1 % faster, the two timed in alternation. `chunk` and `checkpoint_chunks` are not tuned, because they
 determine the saved tensors.
 """
 
@@ -28,10 +28,8 @@ from deltazoo.backends.output_path import output_path
 from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.plan import on_device
 from deltazoo.backends.triton.revisions import REVISIONS
 from deltazoo.backends.triton.table import (
-    Kernel,
     Key,
     Record,
     Table,
@@ -45,12 +43,12 @@ from deltazoo.backends.triton.table import (
 )  # fmt: skip
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 
-_ORDER: tuple[Kernel, ...] = (
-    "decode", "split", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step",
+_ORDER: tuple[str, ...] = (
+    "decode", "segment_chunks", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step",
 )  # fmt: skip
 MARGIN = 1.01  # a candidate must be this much faster than the best so far
-DIRECTION_OF: dict[Kernel, Direction] = {
-    "split": "backward", "prepare": "forward", "scan": "forward", "recompute": "backward", "reverse": "backward",
+DIRECTION_OF: dict[str, Direction] = {
+    "segment_chunks": "backward", "prepare": "forward", "scan": "forward", "recompute": "backward", "reverse": "backward",
     "gradients": "backward", "decode": "decode", "fused_step": "decode",
 }  # fmt: skip
 
@@ -84,15 +82,15 @@ class Runner(ABC):
         """Describe the machine and its software."""
 
     @abstractmethod
-    def compile(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig]) -> None:
+    def compile(self, target: Target, kernel: str, configs: Sequence[LaunchConfig]) -> None:
         """Start to compile the kernels of configs in parallel; `check` waits for those that it launches."""
 
     @abstractmethod
-    def check(self, target: Target, kernel: Kernel, config: LaunchConfig) -> str:
+    def check(self, target: Target, kernel: str, config: LaunchConfig) -> str:
         """Compare a config with float64 on short cases of the target. Returns a reason to reject it, or ""."""
 
     @abstractmethod
-    def time(self, target: Target, kernel: Kernel, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
+    def time(self, target: Target, kernel: str, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
         """Return the median seconds of the kernel's direction or step with each config, timed in alternation."""
 
 
@@ -101,13 +99,13 @@ class Planned(BaseModel):
 
     Args:
         key: the class of problems that the record in the table would serve.
-        candidates: the launches to compare, the default first; for "split" the numbers of chunks per segment.
+        candidates: the launches to compare, the default first; for "segment_chunks" the numbers of chunks per segment.
         done: the table already contains the class.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: Kernel
+    kernel: str
     shape: str
     key: str
     candidates: list[str]
@@ -181,7 +179,7 @@ class _Job(NamedTuple):
     """
 
     target: Target
-    kernel: Kernel
+    kernel: str
     key: Key
     configs: list[LaunchConfig]
     done: bool
@@ -276,7 +274,7 @@ def plan(
     return list(planned.values())
 
 
-def kernels_of(target: Target, config: TuneConfig) -> list[Kernel]:
+def kernels_of(target: Target, config: TuneConfig) -> list[str]:
     """Return the kernels of a target in the order of tuning.
 
     The decode kernel is first, because its candidates compile and run within seconds, while the others compile. Then
@@ -297,7 +295,7 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
     changed = [record for record in records if record.shape == target.shape.name and record.gain != 1]
     for direction in dict.fromkeys(DIRECTION_OF[record.key.kernel] for record in changed):
         kernel = next(record.key.kernel for record in changed if DIRECTION_OF[record.key.kernel] == direction)
-        problem = on_device(problem_of(target, kernel), runner.device)
+        problem = problem_of(target, kernel, runner.device)
         known = records_of(runner.device.name, runner.device.triton) | table.usable(runner.device.triton)
         configs = [configured(problem, runner.device, choices) for choices in ({}, known)]
         heuristic_s, tuned_s = runner.time(target, kernel, configs, rounds)
@@ -307,13 +305,13 @@ def _gains(target: Target, runner: Runner, table: Table, records: Sequence[Recor
             )
 
 
-def _job(target: Target, kernel: Kernel, device: DeviceSpec, table: Table, config: TuneConfig) -> _Job:
-    problem = on_device(problem_of(target, kernel), device)
+def _job(target: Target, kernel: str, device: DeviceSpec, table: Table, config: TuneConfig) -> _Job:
+    problem = problem_of(target, kernel, device)
     # a record of another Triton version may be usable, but the kernel is measured again
     measured = {k: record for k, record in table.usable(device.triton).items() if record.triton == device.triton}
     known = records_of(device.name, device.triton) | measured
-    split = 0 if kernel == "split" else configured(problem, device, known).split
-    key = key_of(kernel, problem, split)
+    segment_chunks = 0 if kernel == "segment_chunks" else configured(problem, device, known).segment_chunks
+    key = key_of(kernel, problem, segment_chunks)
     base = configured(problem, device, {other: record for other, record in known.items() if other.kernel != kernel})
     return _Job(target, kernel, key, candidates(kernel, problem, base, device, config.effort), key in measured)
 
@@ -352,7 +350,7 @@ def _search(job: _Job, runner: Runner, rounds: int, report: Callable[[str], None
             best, best_s = default, default_s
     if not math.isfinite(best_s):
         return None, rejected
-    choice = {"split": best.split} if kernel == "split" else {"launch": getattr(best, kernel)}
+    choice = {kernel: best.segment_chunks} if kernel == "segment_chunks" else {"launch": getattr(best, kernel)}
     return Record(
         key=key, triton=runner.device.triton, revision=REVISIONS[kernel], **choice, shape=target.shape.name,
         ms=1e3 * best_s, heuristic_ms=1e3 * default_s if default_s and math.isfinite(default_s) else None,
@@ -360,7 +358,7 @@ def _search(job: _Job, runner: Runner, rounds: int, report: Callable[[str], None
     ), rejected  # fmt: skip
 
 
-def _choice(config: LaunchConfig, kernel: Kernel) -> str:
+def _choice(config: LaunchConfig, kernel: str) -> str:
     return describe(getattr(config, kernel))
 
 

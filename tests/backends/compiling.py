@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -10,10 +10,13 @@ import torch
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.plan import Plan, Problem, make_plan
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.plan import Plan, make_plan
+from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.saved import Saved
 
+_OPTIONS = Options()
 FLOATS = ("scale", "z_loss", "cap")  # other scalar arguments are int32
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
@@ -28,18 +31,10 @@ class Compiler:
         self.compiled: list[tuple[str, Any]] = []
 
     def __call__(
-        self,
-        kernel: Any,
-        tensors: Sequence[Any],
-        constants: Sequence[Hashable],
-        warps: int = 4,
-        stages: int = 1,
-        registers: int | None = None,
+        self, kernel: Any, tensors: Mapping[str, Any], traits: Mapping[str, Hashable], options: Options = _OPTIONS
     ) -> Callable[..., None]:
         if self.all or getattr(kernel, "is_gluon", bool)():
-            self.compiled.append(
-                (kernel.__name__, compile_kernel(kernel, tensors, constants, warps, stages, registers))
-            )
+            self.compiled.append((kernel.__name__, compile_kernel(kernel, tensors, traits, options)))
         return lambda *_: None
 
 
@@ -47,52 +42,51 @@ def launch_update(
     problem: Problem,
     device: DeviceSpec,
     launcher: Any,
-    early: bool = False,
+    before: bool = False,
     grad: bool = True,
     strengths: Literal["apart", "tied", "channels"] = "apart",
 ) -> Plan:
     """Run the launch code of an update, forward and with gradients backward, with this launcher on CPU tensors.
 
     Args:
-        early: the erase reads the state before the decay, and q the state before the update.
+        problem: without the traits that the other arguments set.
+        before: the erase reads the state before the decay, and q the state before the update.
         strengths: "apart": one for the erase and one for the write; "tied": one for both; "channels": e has the erase
             strengths.
     """
-    from deltazoo.backends.triton import backward, forward
+    from deltazoo.backends.triton import backward, execute, forward
 
-    config = heuristic(problem, device)
-    plan = make_plan(problem, device, config, grad)
     B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
     dtype, strength = problem.dtype, torch.empty(B, T, HV)
     log_decay = {"head": strength, "channel": torch.empty(B, T, HV, K)}.get(problem.decay)
-    has_strengths = not problem.pair and strengths != "channels"
+    has_strengths = not problem.dplr and strengths != "channels"
     x = ScanOperands(
         q=torch.empty(B, T, H, K, dtype=dtype), k=torch.empty(B, T, H, K, dtype=dtype),
         v=torch.empty(B, T, HV, V, dtype=dtype), log_decay=log_decay, b=strength if has_strengths else None,
         w=strength if has_strengths else None, e=torch.empty(B, T, H, K, dtype=dtype) if problem.erase_key else None,
-        v_key=torch.empty(B, T, H, K, dtype=dtype) if problem.pair else None,
+        v_key=torch.empty(B, T, H, K, dtype=dtype) if problem.dplr else None,
         state=torch.empty(problem.N, HV, K, V),
         cu_seqlens=torch.linspace(0, T, problem.N + 1).int() if problem.packed else None,
     )  # fmt: skip
     kind = ScanKind(
-        problem.delta, early and problem.delta, early, problem.split_terms, strengths == "tied", 0.1,
-        erase_channels=strengths == "channels", saves_16_bits=problem.saves_16_bits,
+        problem.delta, "previous" if before and problem.delta else "decayed", "before" if before else "after",
+        problem.split_terms, strengths == "tied", 0.1, erase_channels=strengths == "channels",
     )  # fmt: skip
-    with patch.object(forward, "launcher", launcher), patch.object(backward, "launcher", launcher):
-        _, _, saved = forward.forward(x, kind, plan, config)
+    problem = problem_of(x, kind, device)._replace(saves_16_bits=problem.saves_16_bits)
+    plan = make_plan(problem, device, heuristic(problem, device), grad)
+    with patch.object(execute, "launcher", launcher):
+        _, _, saved = forward.forward(x, kind, plan)
         if grad:
-            saved = Saved.of(saved, x, kind, Sizes.of(x, config.chunk), plan.every)
-            backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan, config)
+            saved = Saved.of(saved, problem, plan.config.chunk, plan.checkpoint_chunks)
+            backward.backward(x, kind, saved, torch.empty_like(x.v), None, plan)
     return plan
 
 
 def compile_kernel(
     kernel: Any,
-    tensors: Sequence[Any],
-    constants: Sequence[Hashable],
-    warps: int,
-    stages: int,
-    registers: int | None,
+    tensors: Mapping[str, Any],
+    traits: Mapping[str, Hashable],
+    options: Options = _OPTIONS,
     architecture: int = 90,
 ) -> Any:
     """Compile a kernel as `launcher` does: pointers are 16-byte aligned, scalars not specialised."""
@@ -101,17 +95,19 @@ def compile_kernel(
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
-    tensor_names, constant_names = names[: len(tensors)], names[len(names) - len(constants) :]
+    tensors = {name: tensors[name] for name in names if name in tensors}
+    traits = {name: traits[name] for name in names if name in traits and name not in tensors}
     signature = {name: "fp32" if name in FLOATS else "i32" for name in names}
-    signature |= {name: _type(x) for name, x in zip(tensor_names, tensors, strict=True)}
-    signature |= dict.fromkeys(constant_names, "constexpr")
-    values = dict(zip(constant_names, constants, strict=True))
-    values |= {name: None for name, x in zip(tensor_names, tensors, strict=True) if x is None}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(tensors) if isinstance(x, torch.Tensor)}
+    signature |= {name: _type(x) for name, x in tensors.items()}
+    signature |= dict.fromkeys(traits, "constexpr")
+    values = dict(traits) | {name: None for name, x in tensors.items() if x is None}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]] for name, x in tensors.items() if isinstance(x, torch.Tensor)
+    }
     source_type = GluonASTSource if getattr(kernel, "is_gluon", bool)() else ASTSource
     source = source_type(kernel, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
-    options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-    return compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    limits = {"num_warps": options[0], "num_stages": options[1]} | ({"maxnreg": options[2]} if options[2] else {})
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=limits)
 
 
 def _type(x: Any) -> str:

@@ -479,6 +479,7 @@ def _jit(function=None, **_):
     if function is None:
         return _jit
     function.__globals__["range"] = array_range
+    function.arg_names = function.__code__.co_varnames[: function.__code__.co_argcount]
     KERNELS.add(function)
     return function
 
@@ -605,18 +606,24 @@ def _gluon_value(constant):
 def launcher(fallback):
     """Return a launcher that runs kernels of `kernels` here and passes others to `fallback`."""
 
-    def launch(kernel, tensors, constants, warps=4, stages=1, registers=None):
+    def launch(kernel, tensors, traits, options=(4, 1, None)):
         if kernel not in KERNELS:
-            return fallback(kernel, tensors, constants, warps, stages, registers)
+            return fallback(kernel, tensors, traits, options)
+        names, warps = kernel.arg_names, options[0]
 
-        def run_grid(programs, *numbers):
+        def run_grid(programs, numbers):
             LAUNCHED.append(kernel.__name__)
-            with _memory(tensors):
-                pointers = [None if x is None else Array(x.data_ptr(), Pointer(BY_TORCH[x.dtype])) for x in tensors]
-                numbers = [Array(torch.tensor(n)) for n in numbers]
+            read = {name: tensors[name] for name in names if name in tensors}
+            with _memory(read.values()):
+                arguments = {
+                    name: None if x is None else Array(x.data_ptr(), Pointer(BY_TORCH[x.dtype]))
+                    for name, x in read.items()
+                }
+                arguments |= {name: Array(torch.tensor(numbers[name])) for name in names if name in numbers}
+                arguments |= {name: _gluon_value(traits[name]) for name in names if name in traits}
                 for pid in range(programs):
                     THREAD.begin(Program(pid, programs, warps), 32 * warps)
-                    kernel(*pointers, *numbers, *map(_gluon_value, constants))
+                    kernel(**arguments)
 
         return run_grid
 

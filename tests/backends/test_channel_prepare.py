@@ -7,7 +7,7 @@ import pytest
 import torch
 from gluon_on_cpu import Timing, kernels, launcher
 
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.saved import Prepared
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
@@ -62,10 +62,10 @@ def expected(x, kind, s, n, tokens, hv):
     a = (x.log_decay[n, tokens, hv].double() * 1.4426950408889634).clamp(min=-96)
     b = torch.ones(len(q), dtype=torch.float64) if x.b is None else x.b[n, tokens, hv].double()
     G = a.cumsum(0)
-    G_read = G - a if kind.read_early else G
-    G_erase = G - a if kind.erase_early else G
+    G_read = G - a if (kind.read == "before") else G
+    G_erase = G - a if kind.erase_from == "previous" else G
     i = torch.arange(len(q))
-    lower, causal = i[:, None] > i, i[:, None] >= i + int(kind.read_early)
+    lower, causal = i[:, None] > i, i[:, None] >= i + int(kind.read == "before")
 
     def products(x, G_x, mask):
         exponents = torch.where(mask[:, :, None], G_x[:, None] - G[None], -torch.inf)
@@ -99,7 +99,7 @@ WIDE = (1, 64, 1, 1, 136, ())
 @pytest.mark.parametrize("regime", ["ordinary", "strong", "zero", "parallel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "delta", "own", "erase_early", "read_early", "late"),
+    ("shape", "delta", "own", "erase_previous", "read_before", "late"),
     [
         (SHORT, True, False, False, False, True),
         (PACKED, True, True, True, False, False),
@@ -109,31 +109,24 @@ WIDE = (1, 64, 1, 1, 136, ())
         (PACKED, True, True, False, True, True),
     ],
 )
-def test_every_output_matches_float64(monkeypatch, shape, delta, own, erase_early, read_early, late, dtype, regime):
+def test_every_output_matches_float64(monkeypatch, shape, delta, own, erase_previous, read_before, late, dtype, regime):
     monkeypatch.setattr(Timing, "late", late)
     (module,) = kernels("hopper.channel_prepare").values()
     x = draw(shape, dtype, delta, own, regime)
-    kind = ScanKind(delta, erase_early, read_early, False, False, 0.3)
-    s = Sizes.of(x, C)
-    out = Prepared.empty(x, kind, s, save=True)
+    kind = ScanKind(
+        delta, "previous" if erase_previous else "decayed", "before" if read_before else "after", False, False, 0.3
+    )
+    s = problem_of(x, kind)
+    out = Prepared.empty(x.q, s, C, save=True)
     for tensor in out:
         tensor.fill_(float("nan"))
-    tensors = (
-        x.q,
-        x.k,
-        x.e,
-        x.log_decay,
-        x.b,
-        x.w,
-        out.gates,
-        out.decay_bounds,
-        out.wy_tiles,
-        out.scaled,
-        x.cu_seqlens,
-    )
-    constants = (s.H, s.HV, s.K, C, delta, own, False, delta, True, erase_early, read_early, s.packed)
-    run = launcher(None)(module.hopper_channel_prepare_kernel, tensors, constants)
-    run(s.slots * s.HV, s.N, s.T, kind.scale)
+    tensors = x._asdict() | out._asdict() | {"cu": x.cu_seqlens}
+    traits = {
+        "H": s.H, "HV": s.HV, "K": s.K, "C": C, "DELTA": delta, "ERASE_KEY": own, "ERASE_CHANNELS": False,
+        "ERASE": delta, "WRITE": True, "ERASE_PREVIOUS": erase_previous, "READ_BEFORE": read_before, "PACKED": s.packed,
+    }  # fmt: skip
+    run = launcher(None)(module.hopper_channel_prepare_kernel, tensors, traits)
+    run(s.slots(C) * s.HV, {"N": s.N, "T": s.T, "scale": kind.scale})
     rounding = torch.finfo(dtype).eps / 2
     operands = torch.finfo(torch.float16).eps  # two of them are rounded to float16
     assert torch.isfinite(out.scaled).all()

@@ -12,8 +12,8 @@ from compiling import Compiler, launch_update
 
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton import backend
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
-from deltazoo.backends.triton.plan import Problem
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.saved import Prepared
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
@@ -38,10 +38,10 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# Not marked slow: each kernel with and without an erase, packed and dense, with and without groups and early reads, of
+# Not marked slow: each kernel with and without an erase, packed and dense, with and without groups and reads before the update, of
 # both dtypes, and the largest tiles. The slow cases repeat these with other widths and combinations.
 @pytest.mark.parametrize(
-    ("delta", "early", "groups", "N", "packed", "dtype", "K", "V", "kernels"),
+    ("delta", "before", "groups", "N", "packed", "dtype", "K", "V", "kernels"),
     [
         (True, False, 1, 2, False, bf16, 128, 128, [PREPARE, SCAN, FUSED]),
         (True, True, 1, 2, True, fp16, 104, 72, [PREPARE, SCAN, FUSED]),
@@ -69,17 +69,17 @@ def slow(*values):
         (True, False, 2, 1, False, fp16, 128, 24, [PREPARE, GRADIENTS]),
     ],
 )  # fmt: skip
-def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, packed, dtype, K, V, kernels):
+def test_the_kernels_of_the_heuristic_compile_and_fit(delta, before, groups, N, packed, dtype, K, V, kernels):
     compiler = Compiler()
     problem = Problem(dtype, N, 200, 2, 2 * groups, K, V, delta, erase_key=False, decay="head", packed=packed)
-    launch_update(problem, DEVICE, compiler, early)
+    launch_update(problem, DEVICE, compiler, before)
     for name, kernel in compiler.compiled:
         assert_compiled_and_fits(name, kernel)
     assert [name for name, _ in compiler.compiled] == kernels
 
 
 @pytest.mark.parametrize(
-    ("early", "groups", "packed", "dtype", "K", "V", "decay", "terms"),
+    ("before", "groups", "packed", "dtype", "K", "V", "decay", "terms"),
     [
         (False, 1, False, bf16, 128, 128, "head", 2),
         (True, 2, True, bf16, 72, 136, "none", 2),
@@ -89,10 +89,10 @@ def test_the_kernels_of_the_heuristic_compile_and_fit(delta, early, groups, N, p
         slow(False, 1, False, bf16, 128, 128, "head", 1),
     ],
 )
-def test_kernels_of_an_erase_key_compile_and_fit(early, groups, packed, dtype, K, V, decay, terms):
+def test_kernels_of_an_erase_key_compile_and_fit(before, groups, packed, dtype, K, V, decay, terms):
     compiler = Compiler()
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, True, True, decay, packed, terms == 2, terms == 2)
-    launch_update(problem, DEVICE, compiler, early, strengths="apart" if early else "tied")
+    launch_update(problem, DEVICE, compiler, before, strengths="apart" if before else "tied")
     for name, kernel in compiler.compiled:
         assert_compiled_and_fits(name, kernel)
     assert [name for name, _ in compiler.compiled] == [PREPARE, *BY_REVERSE]
@@ -118,7 +118,7 @@ def assert_compiled_and_fits(name, kernel):
 
 
 @pytest.mark.parametrize(
-    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K"),
+    ("delta", "erase_key", "before", "groups", "packed", "dtype", "K"),
     [
         (True, False, False, 1, False, bf16, 128),
         (False, False, False, 1, True, bf16, 128),
@@ -128,10 +128,10 @@ def assert_compiled_and_fits(name, kernel):
         slow(False, False, True, 2, False, bf16, 32),
     ],
 )
-def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups, packed, dtype, K):
+def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, before, groups, packed, dtype, K):
     compiler = Compiler()
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, 64, delta, erase_key, "channel", packed)
-    launch_update(problem, DEVICE, compiler, early)
+    launch_update(problem, DEVICE, compiler, before)
     kernel = dict(compiler.compiled)["hopper_channel_prepare_kernel"]
     # three programs per SM; two with the tile of an erase key of more than 64 channels; one with more than 128
     limit = DEVICE.shared_memory if K > 128 else 78 * 1024 if erase_key and K > 64 else 74 * 1024
@@ -143,7 +143,7 @@ def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups
 
 
 @pytest.mark.parametrize(
-    ("delta", "early", "groups", "packed", "dtype", "K", "V", "erase_key"),
+    ("delta", "before", "groups", "packed", "dtype", "K", "V", "erase_key"),
     [
         (True, False, 1, False, bf16, 128, 128, False),
         (True, True, 1, True, fp16, 104, 72, True),
@@ -152,10 +152,10 @@ def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, early, groups
         slow(False, True, 2, True, fp16, 104, 136, False),
     ],
 )
-def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups, packed, dtype, K, V, erase_key):
+def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, before, groups, packed, dtype, K, V, erase_key):
     compiler = Compiler()
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
-    launch_update(problem, DEVICE, compiler, early)
+    launch_update(problem, DEVICE, compiler, before)
     scans = [(name, kernel) for name, kernel in compiler.compiled if name in (SCAN, REVERSE)]
     for name, kernel in scans:
         assert_compiled_and_fits(name, kernel)
@@ -163,7 +163,7 @@ def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups
 
 
 @pytest.mark.parametrize(
-    ("delta", "erase_key", "early", "groups", "packed", "dtype", "K", "V"),
+    ("delta", "erase_key", "before", "groups", "packed", "dtype", "K", "V"),
     [
         (True, False, False, 1, False, bf16, 128, 128),  # KDA
         slow(False, False, False, 1, False, bf16, 128, 128),  # GLA
@@ -173,10 +173,10 @@ def test_the_scans_with_a_decay_per_channel_compile_and_fit(delta, early, groups
         slow(False, False, True, 2, True, fp16, 200, 200),
     ],
 )
-def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, early, groups, packed, dtype, K, V):
+def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, before, groups, packed, dtype, K, V):
     compiler = Compiler()
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
-    launch_update(problem, DEVICE, compiler, early)
+    launch_update(problem, DEVICE, compiler, before)
     kind = "channel" if delta else "additive"
     (kernel,) = [kernel for name, kernel in compiler.compiled if name == f"hopper_{kind}_gradients_kernel"]
     assert kernel.metadata.shared <= 113 * 1024  # two programs per SM
@@ -199,12 +199,13 @@ def test_gradients_of_kda_and_gated_deltanet2_compile(strengths):
 
 
 @pytest.mark.parametrize(
-    ("K", "early", "packed"), [slow(64, False, False), (64, True, True), slow(128, False, True), slow(128, True, False)]
+    ("K", "before", "packed"),
+    [slow(64, False, False), (64, True, True), slow(128, False, True), slow(128, True, False)],
 )
-def test_kernels_of_dplr_compile_and_fit(K, early, packed):
+def test_kernels_of_dplr_compile_and_fit(K, before, packed):
     compiler = Compiler()
-    problem = Problem(bf16, 2, 200, 2, 2, K, K, True, True, "channel", packed, pair=True)
-    launch_update(problem, DEVICE, compiler, early)
+    problem = Problem(bf16, 2, 200, 2, 2, K, K, True, True, "channel", packed, dplr=True)
+    launch_update(problem, DEVICE, compiler, before)
     assert [name for name, _ in compiler.compiled] == ["hopper_pair_prepare_kernel", "hopper_pair_gradients_kernel"]
     for name, kernel in compiler.compiled:
         # two programs per SM, except for the gradients of 128 values
@@ -262,7 +263,7 @@ def test_the_known_bugs_of_ptxas_are_detected():
 def test_prepared_tensors_have_the_same_shapes_with_and_without_a_backward():
     for delta, keep in product((True, False), repeat=2):
         x = ScanOperands(*(torch.empty(1, 70, 2, 16) for _ in range(3)))
-        sizes = Sizes.of(x, 64)
-        prepared = Prepared.empty(x, ScanKind(delta, False, False, False, False, 1.0), sizes, keep)
+        problem = problem_of(x, ScanKind(delta, "decayed", "after", False, False, 1.0))
+        prepared = Prepared.empty(x.q, problem, 64, keep)
         assert prepared.gates.shape == (2, 2, 3, 64)
         assert prepared.wy_tiles.shape == (2 if delta else 0, 2, 1, 64, 72)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiling import launch_update
 
 from deltazoo import UpdateSpec, explain
 from deltazoo.backends.base import UpdateMeta
@@ -16,19 +15,12 @@ from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton import limits as triton_limits
-from deltazoo.backends.triton.config import CHOICES
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.lower import lower
-from deltazoo.backends.triton.plan import (
-    KERNELS,
-    LAUNCHES,
-    Problem,
-    backward_kernels,
-    forward_kernels,
-    make_plan,
-    on_device,
-)
-from deltazoo.backends.triton.resolve import problem_of
+from deltazoo.backends.triton.operands import problem_of
+from deltazoo.backends.triton.plan import make_plan
+from deltazoo.backends.triton.problem import Problem, saves_16_bits
+from deltazoo.backends.triton.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL
 from deltazoo.backends.triton.show import problem_for
 from deltazoo.mixers import Comba, PreconditionedDeltaNet
 
@@ -126,35 +118,41 @@ def problem(**change):
     return Problem(**({"dtype": torch.bfloat16} | sizes | traits | change))
 
 
+def planned(case, device, grad=True):
+    """The plan of the heuristic's config, and the architecture of each kernel's file."""
+    plan = make_plan(case, device, heuristic(case, device), grad)
+    return plan, {phase: kernel.version for phase, kernel in plan.kernels.items()}
+
+
 @pytest.mark.parametrize(
-    ("change", "device", "prepare", "forward", "backward"),
+    ("change", "device", "prepare", "scan", "reverse"),
     [
-        ({}, H200, "hopper", "hopper", "fused"),
-        ({"HV": 32}, H200, "hopper", "hopper", "sweep"),
-        ({"K": 64}, H200, "hopper", "hopper", "reverse+gradients"),
-        ({"delta": False}, H200, "gates", "hopper", "fused"),
-        ({"dtype": torch.float32}, H200, "portable", "portable", "reverse+gradients"),
-        ({"split_terms": True}, H200, "portable", "portable", "reverse+gradients"),
-        ({"erase_key": True}, H200, "hopper", "hopper", "reverse+gradients"),
-        ({"erase_key": True, "split_terms": True}, H200, "portable", "portable", "reverse+gradients"),
-        ({}, A100, "portable", "portable", "reverse+gradients"),
-        ({}, H200._replace(platform="hip", capability=(9, 4)), "portable", "portable", "reverse+gradients"),
+        ({}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_fused_backward_kernel"),
+        ({"HV": 32}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_backward_sweep_kernel"),
+        ({"K": 64}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_reverse_kernel"),
+        ({"delta": False}, H200, "gates_kernel", "hopper_scan_kernel", "hopper_fused_backward_kernel"),
+        ({"dtype": torch.float32}, H200, "prepare_kernel", "scan_kernel", "reverse_kernel"),
+        ({"split_terms": True}, H200, "prepare_kernel", "scan_kernel", "reverse_kernel"),
+        ({"erase_key": True}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_reverse_kernel"),
+        ({"erase_key": True, "split_terms": True}, H200, "prepare_kernel", "scan_kernel", "reverse_kernel"),
+        ({}, A100, "prepare_kernel", "scan_kernel", "reverse_kernel"),
+        ({}, H200._replace(platform="hip", capability=(9, 4)), "prepare_kernel", "scan_kernel", "reverse_kernel"),
     ],
 )
-def test_plan_follows_from_problem_and_device(change, device, prepare, forward, backward):
+def test_plan_follows_from_problem_and_device(change, device, prepare, scan, reverse):
     case = problem(**change)
-    plan = make_plan(case, device, heuristic(case, device), grad=True)
-    assert (plan.prepare, plan.forward, plan.backward) == (prepare, forward, backward)
+    names = make_plan(case, device, heuristic(case, device), grad=True).names()
+    assert (names["prepare"], names["scan"], names["reverse"]) == (prepare, scan, reverse)
     without_grad = make_plan(case, device, heuristic(case, device), grad=False)
-    assert (without_grad.backward, without_grad.every) == ("none", 0)
+    assert (without_grad.backward, without_grad.checkpoint_chunks) == ((), 0)
 
 
 @pytest.mark.parametrize(
     ("change", "version"),
     [
-        ({}, "hopper"),
-        ({"HV": 32, "V": 256, "packed": True, "decay": "none"}, "hopper"),
-        ({"K": 40, "V": 72}, "hopper"),
+        ({}, "sm90"),
+        ({"HV": 32, "V": 256, "packed": True, "decay": "none"}, "sm90"),
+        ({"K": 40, "V": 72}, "sm90"),
         ({"K": 32}, "portable"),  # P has one term on Hopper
         ({"K": 136}, "portable"),  # two chunks do not fit in shared memory
         ({"V": 32}, "portable"),
@@ -162,10 +160,11 @@ def test_plan_follows_from_problem_and_device(change, device, prepare, forward, 
     ],
 )
 def test_plan_of_split_terms_and_an_erase_key_has_no_sweep(change, version):
-    case = on_device(problem(**({"erase_key": True, "split_terms": True} | change)), H200)
-    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
-    assert (plan.prepare, plan.forward, plan.recompute, plan.reverse, plan.gradients) == (version,) * 5
-    assert plan.backward == "reverse+gradients"
+    case = problem(**({"erase_key": True, "split_terms": True} | change))
+    case = case._replace(saves_16_bits=saves_16_bits(case, H200))
+    plan, versions = planned(case, H200)
+    assert set(versions.values()) == {version}
+    assert "gradients" in plan.kernels
 
 
 def test_explain_prints_the_kernels_of_an_erase_key():
@@ -173,38 +172,36 @@ def test_explain_prints_the_kernels_of_an_erase_key():
     text = str(explain(spec, meta(), "triton", shape=(8, 4096), device=H200))
     assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
     kernels = ("hopper_scan", "hopper_reverse", "hopper_gradients", "gate_gradients")
-    assert f"backward: {' -> '.join(f'{name}_kernel' for name in kernels)}  (reverse+gradients)" in text
+    recompute, reverse, gradients, gates = (f"{name}_kernel" for name in kernels)
+    assert f"backward: 4 x ({recompute} -> {reverse} -> {gradients}) -> {gates}\n" in text
 
 
 @pytest.mark.parametrize("norm_after", [False, True])
 def test_comba_takes_the_hopper_kernels_with_one_term(norm_after):
     spec = Comba(norm_after=norm_after).spec()
-    case = problem_for(spec, meta(), Shape("busy", B=8, T=4096, H=16, HV=16, K=128, V=128))
-    assert case == problem()
+    case = problem_for(spec, meta(), Shape("busy", B=8, T=4096, H=16, HV=16, K=128, V=128), H200)
+    assert case == problem(erase=True, write=True, erase_from="previous")
     text = str(explain(spec, meta(), "triton", shape=(8, 4096), device=H200))
     assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
-    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel  (fused)" in text
+    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel\n" in text
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_separate_strengths_are_lowered_to_one_term_without_an_erase_key(decay):
-    """The problem derived from the operands is the one that `explain` derives from the spec."""
     spec, shape = UpdateSpec(decay=decay, beta="separate"), Shape("drawn", B=2, T=70, H=1, HV=2, K=64, V=64)
-    inputs = draw(Case(spec, shape, torch.bfloat16))
-    operands, kind = lower(spec, inputs, "")
-    assert not kind.tied
-    assert kind.terms(torch.bfloat16) == 1
-    assert operands.b.shape == operands.w.shape == (2, 70, 2)
-    assert operands.e is None
-    assert problem_of(operands, kind) == problem_for(spec, UpdateMeta.of(inputs), shape)
+    lowered = lower(spec, draw(Case(spec, shape, torch.bfloat16)), "")
+    assert not lowered.kind.tied
+    assert lowered.operands.b.shape == lowered.operands.w.shape == (2, 70, 2)
+    assert problem_of(lowered.operands, lowered.kind, H200).terms == 1
+    assert lowered.operands.e is None
 
 
 @pytest.mark.parametrize(
     ("change", "version"),
     [
-        ({}, "hopper"),
-        ({"delta": False, "HV": 32}, "hopper"),
-        ({"erase_key": True, "packed": True}, "hopper"),  # E is an operand of its own in any case
+        ({}, "sm90"),
+        ({"delta": False, "HV": 32}, "sm90"),
+        ({"erase_key": True, "packed": True}, "sm90"),  # E is an operand of its own in any case
         ({"K": 136}, "portable"),  # two chunks do not fit in shared memory
         ({"dtype": torch.float32}, "portable"),
         ({"V": 32}, "portable"),
@@ -212,26 +209,31 @@ def test_separate_strengths_are_lowered_to_one_term_without_an_erase_key(decay):
 )
 def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
     case = problem(decay="channel", **change)
-    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
-    assert (plan.forward, plan.recompute, plan.reverse) == (version,) * 3
-    assert plan.backward == "reverse+gradients"
+    _, versions = planned(case, H200)
+    assert [versions[phase] for phase in ("scan", "recompute", "reverse")] == [version] * 3
+    assert "gradients" in versions
 
 
 @pytest.mark.parametrize(
     ("change", "device", "prepare", "gradients"),
     [
-        ({}, H200, "hopper channel", "hopper channel"),
-        ({"delta": False, "K": 64}, H200, "hopper channel", "hopper additive"),
-        ({"erase_key": True, "packed": True, "HV": 32}, H200, "hopper channel", "hopper channel"),
-        ({"dtype": torch.float32}, H200, "channel", "channel"),
-        ({"K": 20}, H200, "channel", "channel"),
-        ({}, A100, "channel", "channel"),
+        ({}, H200, "hopper_channel_prepare_kernel", "hopper_channel_gradients_kernel"),
+        ({"delta": False, "K": 64}, H200, "hopper_channel_prepare_kernel", "hopper_additive_gradients_kernel"),
+        (
+            {"erase_key": True, "packed": True, "HV": 32},
+            H200,
+            "hopper_channel_prepare_kernel",
+            "hopper_channel_gradients_kernel",
+        ),
+        ({"dtype": torch.float32}, H200, "channel_prepare_kernel", "channel_gradients_kernel"),
+        ({"K": 20}, H200, "channel_prepare_kernel", "channel_gradients_kernel"),
+        ({}, A100, "channel_prepare_kernel", "channel_gradients_kernel"),
     ],
 )
 def test_kernels_of_a_decay_per_channel(change, device, prepare, gradients):
     case = problem(**({"decay": "channel"} | change))
-    plan = make_plan(case, device, heuristic(case, device), grad=True)
-    assert (plan.prepare, plan.gradients) == (prepare, gradients)
+    names = make_plan(case, device, heuristic(case, device), grad=True).names()
+    assert (names["prepare"], names["gradients"]) == (prepare, gradients)
 
 
 @pytest.mark.parametrize(
@@ -251,23 +253,18 @@ def test_kda_that_fills_the_device_uses_less_scratch(change, mebibytes):
 
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
-    with pytest.raises(ConfigError, match=r"prepare\.kernel = 'hopper' needs a Hopper GPU, .*; got NVIDIA A100"):
+    with pytest.raises(ConfigError, match=r"prepare\.kernel = 'sm90' needs an sm90 GPU, .*; got NVIDIA A100"):
         make_plan(problem(), A100, config, grad=True)
-
-
-def test_launch_configs_and_plans_name_the_same_kernels():
-    assert {phase: set(choices) for phase, choices in CHOICES.items()} == {
-        phase: set(kernels) for phase, kernels in KERNELS.items()
-    }
 
 
 def test_explain_prints_the_plan_of_a_named_device():
     text = str(explain(GATED, meta(), "triton", shape=(8, 4096), device=H200))
     assert "kernel plan on NVIDIA H200 (sm_90, 132 SMs, Triton 3.7.1)" in text
     assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
-    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel  (fused)" in text
+    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel\n" in text
     conditions = str(explain(GATED, meta(), "triton", device=H200))
-    assert "reverse fused: K 65 to 128, V 33 to 128, H = HV" in conditions
+    assert "reverse fused hopper_fused_backward_kernel: an sm90 GPU" in conditions
+    assert "K 65 to 128, V 33 to 128" in conditions
     assert "hopper" not in str(explain(GATED, meta(), "triton", device=A100))
 
 
@@ -292,12 +289,23 @@ def test_explain_refuses_an_unknown_device_with_the_known_names():
         explain(GATED, meta(), "triton", device="NVIDIA Q1")
 
 
-def test_readme_has_one_row_per_step_with_its_kernels():
+def test_readme_has_one_row_per_version_with_its_kernels():
     text = (files("deltazoo.backends.triton") / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("| step | version |") :].partition("\n\n")[0]
+    table = text[text.index("| phase | version |") :].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    listed = {(step, version): tuple(re.findall(r"`(\w+)`", kernels)) for step, version, kernels, *_ in rows}
-    assert listed == LAUNCHES
+    listed = {(phase, version, *re.findall(r"`(\w+)`", kernels)) for phase, version, kernels, *_ in rows}
+    registered = {
+        (phase, kernel.version, kernel.name, *([kernel.marked.name] if kernel.marked else []))
+        for phase in PHASES
+        for kernel in KERNELS[phase]
+    }
+    registered -= {("prepare", "sm90", "gates_kernel")}  # the portable one, which a config may name so
+    assert {row for row in listed if row[0] in PHASES} == registered
+    followed = {(kernel.phase, kernel.version, kernel.name) for kernel in (SUM_GROUPS, GATE_GRADIENTS, TAIL)}
+    assert followed <= listed
+    assert {row[0] for row in listed} == {*PHASES, "segments", "elementwise", "element segments"} | {
+        kernel[0] for kernel in followed
+    }
     assert all(len(row) == 7 and all(row) for row in rows)
 
 
@@ -308,35 +316,6 @@ def test_readme_names_every_kernel():
     defined = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
     assert {*re.findall(r"^\|.*`(\w+_kernel)`", text, re.MULTILINE)} <= defined
     assert defined <= {*re.findall(r"`(\w+_kernel)`", text)}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"HV": 4},
-        {"K": 64},
-        {"K": 64, "HV": 4, "N": 1, "T": 4200},
-        {"N": 1, "T": 4200},
-        {"V": 256},
-        {"erase_key": True, "split_terms": True, "saves_16_bits": True},
-        {"erase_key": True, "HV": 4, "packed": True},
-        {"delta": False},
-        {"packed": True},
-        {"dtype": torch.float32, "N": 1, "T": 4200},
-    ],
-    ids=str,
-)
-def test_plan_lists_the_kernels_that_are_launched(change):
-    launched = []
-
-    def recorder(kernel, *arguments, **options):
-        return lambda *numbers: launched.append(kernel.__name__)
-
-    case = problem(**({"N": 2, "T": 200, "H": 2, "HV": 2} | change))
-    plan = launch_update(case, H200._replace(processors=4 if case.T == 200 else 132), recorder)
-    assert (plan.split > 0) is (case.T == 4200)
-    assert launched == forward_kernels(plan, case) + backward_kernels(plan, case)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -366,7 +345,7 @@ def test_unsupported_is_traced_in_one_graph(backend, monkeypatch, dynamic):
 def test_sequences_of_a_pack_longer_than_the_average_are_divided_in_the_backward(change, splits):
     case = problem(**({"N": 8, "H": 16, "packed": True} | change))
     plan = make_plan(case, H200, heuristic(case, H200), grad=True)
-    assert (plan.split, plan.forward_split) == splits
+    assert (plan.segment_chunks, plan.forward_segment_chunks) == splits
 
 
 @pytest.mark.parametrize(
@@ -386,4 +365,4 @@ def test_sequences_of_a_pack_longer_than_the_average_are_divided_in_the_backward
 def test_long_sequences_have_programs_of_64_values(change, forward, backward):
     case = problem(**({"H": 16} | change))
     plan = make_plan(case, H200, heuristic(case, H200), grad=True)
-    assert (plan.forward_halved_from, plan.halved_from) == (forward, backward)
+    assert (plan.forward_narrow_min_chunks, plan.narrow_min_chunks) == (forward, backward)

@@ -14,7 +14,7 @@ from deltazoo.backends.shapes import Shape
 from deltazoo.backends.short_conv import ConvInputs
 from deltazoo.backends.triton import TritonBackend, decode_op, op, precompile
 from deltazoo.backends.triton import decode_step as fused
-from deltazoo.backends.triton import plan as plans
+from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.operands import ScanKind
 from deltazoo.mixers import GatedDeltaNet
@@ -40,7 +40,7 @@ def trace(body, arguments):
 def scan_arguments(shape, device="cpu"):
     x = draw(Case(GATED, shape, torch.float16), device)
     operands = (x.q, x.k, x.v, x.log_decay, x.beta, None, None, None, x.state, x.cu_seqlens)
-    kind = tuple(ScanKind(True, False, False, False, True, 1.0))
+    kind = tuple(ScanKind(True, "decayed", "after", False, True, 1.0))
     return operands, kind, (*operands, *kind, True)
 
 
@@ -53,7 +53,7 @@ def scan_arguments(shape, device="cpu"):
     ids=["dense", "packed"],
 )
 def test_tracing_on_meta_tensors_compiles_the_kernels_of_another_device(monkeypatch, traced, heads, lengths, backward):
-    monkeypatch.setattr(plans, "device_spec", lambda index: HOPPER)
+    monkeypatch.setattr(problems, "device_spec", lambda index: HOPPER)
     shape = Shape("shape", B=1, T=1000, H=heads, HV=heads, K=128, V=128, lengths=lengths)
     operands, kind, arguments = scan_arguments(shape)
     trace(op._scan_impl, arguments)
@@ -75,7 +75,7 @@ def conv_arguments():
 def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, what):
     """Equal cache keys, except for the device index."""
     if INTERPRETED:
-        for module in (plans, fused, conv):
+        for module in (problems, fused, conv):
             monkeypatch.setattr(module, "device_spec", lambda index: INTERPRETER)
     if what == "conv":
         inputs, kind = conv_arguments()

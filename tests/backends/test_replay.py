@@ -14,7 +14,7 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import TritonBackend, backend, launcher, replay
-from deltazoo.backends.triton import plan as plans
+from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.limits import limits_of
 
 HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
@@ -129,7 +129,7 @@ def test_replayed_results_and_gradients_equal_those_of_the_body(monkeypatch, han
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(plans, "device_spec", lambda index: HOPPER)
+    monkeypatch.setattr(problems, "device_spec", lambda index: HOPPER)
     monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
     monkeypatch.setattr(backend, "current_limits", lambda *traits: limits_of(HOPPER, *traits))
 
@@ -166,11 +166,19 @@ def test_a_key_that_is_also_the_query_is_not_confused_with_it(handles, hopper):
 
 
 class Kernel:
-    __name__, fn = "kernel", object()
+    """A kernel of some tensors, of which the first is named 0, a number, and a constant."""
+
+    __name__ = "kernel"
+
+    def __init__(self, tensors, numbers=0):
+        self.fn = Kernel  # kernels of any signature are one
+        self.arg_names = [*map(str, range(tensors)), *["number"] * numbers, "constant"]
 
 
 def launch(tensors, *numbers):
-    launcher.launcher(Kernel, tensors, ("constant",))(2, *numbers)
+    named = {str(n): x for n, x in enumerate(tensors)}
+    values = dict(zip(["number"], numbers, strict=False))
+    launcher.launcher(Kernel(len(tensors), len(numbers)), named, {"constant": "constant"})(2, values)
 
 
 def last_launch(handles):
@@ -297,7 +305,7 @@ def test_a_kernel_that_is_not_compiled_is_not_replayed(monkeypatch):
     @replay.replayed
     def body(x):
         calls.append(x.device.type)
-        launcher.launcher(Kernel(), (x,), ())(1)
+        launch((x,))
         return (x.new_empty(1),)
 
     for _ in range(3):

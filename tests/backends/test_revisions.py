@@ -21,7 +21,7 @@ from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.operands import StepKind, StepOperands
-from deltazoo.backends.triton.plan import Problem
+from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.revisions import REVISIONS
 
 pytestmark = pytest.mark.kernels

@@ -14,6 +14,8 @@ from deltazoo.backends.triton import launcher as running
 class Kernel:
     """Imitates a Triton kernel: records compilations, and launches of its compiled handle."""
 
+    arg_names = ("x", "y", "n", "factor", "FLAG", "DECAY")
+
     def __init__(self, compiles: bool = True) -> None:
         self.fn = object()
         self.compiles = compiles
@@ -42,12 +44,25 @@ def no_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "current_stream", lambda device: 0)
 
 
-def test_repeated_call_passes_bare_pointers():
+def run(kernel, *, programs=1, n=1, factor=0.5, options=running.Options(), traits=None, **tensors):
+    traits = {"FLAG": True, "DECAY": "head"} if traits is None else traits
+    running.launcher(kernel, {"y": None} | tensors, traits, options)(programs, {"factor": factor, "n": n})
+
+
+def test_repeated_call_passes_bare_pointers_in_the_order_of_the_parameters():
     kernel, x, y = Kernel(), torch.zeros(64), torch.zeros(64)
-    running.launcher(kernel, (x, None), (True, "head"), warps=8, stages=2)(3, 7, 0.5)
-    running.launcher(kernel, (y, None), (True, "head"), warps=8, stages=2)(5, 9, 0.25)
+    run(kernel, x=x, programs=3, n=7, options=running.Options(8, 2))
+    run(kernel, unused=x, x=y, programs=5, n=9, factor=0.25, options=running.Options(8, 2))
     assert kernel.compilations == [{"num_warps": 8, "num_stages": 2}]
     assert kernel.launches == [((5, 1, 1), (y.data_ptr(), None, 9, 0.25, True, "head"))]
+
+
+@pytest.mark.parametrize("missing", ["x", "FLAG"])
+def test_a_kernel_whose_parameter_is_not_given_is_an_error(missing):
+    tensors = {"x": torch.zeros(4)} if missing != "x" else {"z": torch.zeros(4), "y": torch.zeros(4)}
+    traits = {"FLAG": True, "DECAY": "head"} if missing != "FLAG" else {"DECAY": "head"}
+    with pytest.raises(KeyError, match=missing):
+        run(Kernel(), traits=traits, **tensors)
 
 
 def test_descriptor_is_passed_on_and_cached_by_dtype_and_tile():
@@ -56,51 +71,50 @@ def test_descriptor_is_passed_on_and_cached_by_dtype_and_tile():
 
     kernel, x, again = Kernel(), torch.zeros(64), tiles(4)
     for descriptor in (tiles(4), again, tiles(8), tiles(4, torch.bfloat16)):
-        running.launcher(kernel, (x, descriptor), (True,))(3, 7)
+        run(kernel, x=x, y=descriptor, programs=3)
     assert len(kernel.compilations) == 3
-    assert kernel.launches == [((3, 1, 1), (x.data_ptr(), again, 7, True))]
+    assert kernel.launches == [((3, 1, 1), (x.data_ptr(), again, 1, 0.5, True, "head"))]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"tensors": (torch.zeros(64, dtype=torch.bfloat16), None)},
-        {"tensors": (torch.zeros(64)[1:], None)},
-        {"tensors": (torch.zeros(64), torch.zeros(64))},
-        {"constants": (False,)},
-        {"warps": 8},
-        {"stages": 2},
-        {"registers": 160},
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"x": torch.zeros(64)[1:]},
+        {"y": torch.zeros(64)},
+        {"traits": {"FLAG": False, "DECAY": "head"}},
+        {"options": running.Options(warps=8)},
+        {"options": running.Options(stages=2)},
+        {"options": running.Options(registers=160)},
     ],
-    ids=["dtype", "alignment", "another operand", "constant", "warps", "stages", "registers"],
+    ids=["dtype", "alignment", "another operand", "trait", "warps", "stages", "registers"],
 )
 def test_call_that_compiles_differently_has_its_own_handle(other):
-    kernel = Kernel()
-    call = {"tensors": (torch.zeros(64), None), "constants": (True,)}
-    running.launcher(kernel, **call)(1, 1)
-    running.launcher(kernel, **(call | other))(1, 1)
+    kernel, call = Kernel(), {"x": torch.zeros(64)}
+    run(kernel, **call)
+    run(kernel, **(call | other))
     assert len(kernel.compilations) == 2
     assert not kernel.launches
-    running.launcher(kernel, **(call | other))(1, 1)
+    run(kernel, **(call | other))
     assert len(kernel.compilations) == 2
     assert len(kernel.launches) == 1
 
 
 def test_launchers_share_compiled_handles():
-    kernel, x = Kernel(), torch.zeros(64)
-    first = running.launcher(kernel, (x,), (True,))
-    first(1, 1)
-    first(1, 2)
-    running.launcher(kernel, (x,), (True,))(1, 3)
-    assert kernel.launches == [((1, 1, 1), (x.data_ptr(), 2, True)), ((1, 1, 1), (x.data_ptr(), 3, True))]
+    kernel, x, traits = Kernel(), torch.zeros(64), {"FLAG": True, "DECAY": "head"}
+    first = running.launcher(kernel, {"x": x, "y": None}, traits)
+    first(1, {"n": 1, "factor": 0.5})
+    first(1, {"n": 2, "factor": 0.5})
+    run(kernel, x=x, n=3)
+    assert [arguments[2] for _, arguments in kernel.launches] == [2, 3]
     assert len(kernel.compilations) == 1
 
 
 def test_interpreted_kernels_and_64_bit_numbers_are_not_cached():
     interpreted, wide = Kernel(compiles=False), Kernel()
     for _ in range(2):
-        running.launcher(interpreted, (torch.zeros(4),), ())(1, 1)
-        running.launcher(wide, (torch.zeros(4),), ())(1, 2**31)
+        run(interpreted, x=torch.zeros(4))
+        run(wide, x=torch.zeros(4), n=2**31)
     assert len(interpreted.compilations) == len(wide.compilations) == 2
 
 
@@ -108,14 +122,14 @@ def test_without_cached_launch_triton_launches_every_time(monkeypatch):
     monkeypatch.setattr(running, "CACHED_LAUNCH", False)
     kernel, x = Kernel(), torch.zeros(64)
     for n in range(2):
-        running.launcher(kernel, (x,), (True,))(1, n)
+        run(kernel, x=x, n=n)
     assert len(kernel.compilations) == 2
     assert not kernel.launches
 
 
 def test_zero_programs_launch_nothing():
     kernel = Kernel()
-    running.launcher(kernel, (torch.zeros(4),), ())(0, 1)
+    run(kernel, x=torch.zeros(4), programs=0)
     assert not kernel.compilations
 
 
@@ -137,10 +151,10 @@ def test_sizes_that_are_no_power_of_two_are_refused(fields):
     [
         (
             "fused_step",
-            Launch(tile=64, kernel="hopper"),
-            "fused_step.kernel must be one of 'portable', got 'hopper'",
+            Launch(tile=64, kernel="sm90"),
+            "fused_step.kernel must be one of 'portable', got 'sm90'",
         ),
-        ("decode", Launch(tile=64, kernel="hopper"), "decode.kernel must be one of 'portable', got 'hopper'"),
+        ("decode", Launch(tile=64, kernel="sm90"), "decode.kernel must be one of 'portable', got 'sm90'"),
         ("scan", Launch(tile=64, keys=64), "scan.keys must be 0: only gradients tiles the keys, got 64"),
     ],
 )

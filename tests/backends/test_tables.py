@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
+from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel, problem_of
 
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.triton import table as tables
@@ -14,7 +14,6 @@ from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.revisions import REVISIONS
 from deltazoo.backends.triton.table import Table, merge_tables, read_table, user_table
-from deltazoo.backends.tuning.candidates import problem_of
 from deltazoo.backends.tuning.tune import tune
 
 
@@ -55,8 +54,8 @@ def test_record_may_change_segments_but_not_what_is_saved(home, tmp_path):
     tables.use_table(tmp_path / "t.json")
     found = tables.launch_config(problem_of(LONG, "scan"), T900)
     default = heuristic(problem_of(LONG, "scan"), T900)
-    assert (found.split, default.split) == (64, 32)
-    assert (found.chunk, found.every) == (default.chunk, default.every)
+    assert (found.segment_chunks, default.segment_chunks) == (64, 32)
+    assert (found.chunk, found.checkpoint_chunks) == (default.chunk, default.checkpoint_chunks)
 
 
 def test_kernels_are_tuned_with_the_tables_in_use(home, tmp_path):
@@ -190,13 +189,13 @@ def test_record_of_a_kernel_that_does_not_take_the_problem_is_ignored_with_a_war
     path = tmp_path / "t.json"
     tune([PACK], FakeRunner({Launch(tile=32): 0.1}), FORWARD, path)
     data = json.loads(path.read_text())
-    data["records"][-1]["launch"]["kernel"] = "hopper"
+    data["records"][-1]["launch"]["kernel"] = "sm90"
     path.write_text(json.dumps(data))
     tables.use_table(path)
     problem = problem_of(PACK, "scan")
     with caplog.at_level(logging.INFO, "deltazoo"):
         assert tables.launch_config(problem, T900).scan == heuristic(problem, T900).scan
-    assert "is ignored: scan.kernel = 'hopper' needs a Hopper GPU" in caplog.text
+    assert "is ignored: scan.kernel = 'sm90' needs an sm90 GPU" in caplog.text
 
 
 def test_repeated_lookup_reads_no_file(home, monkeypatch):
@@ -237,7 +236,7 @@ def broken(key=None, **change):
         "key": key, "triton": "3.6.0", "revision": 1, "launch": {"tile": 64}, "shape": "s", "ms": 1.0, "tried": 1,
         "rejected": 0,
     }  # fmt: skip
-    return json.dumps({"version": 2, "device": "NVIDIA T900", "records": [record | change]})
+    return json.dumps({"version": 3, "device": "NVIDIA T900", "records": [record | change]})
 
 
 @pytest.mark.parametrize(
@@ -246,16 +245,16 @@ def broken(key=None, **change):
         ("{", "t.json is not a launch table: .*Invalid JSON"),
         (broken(launch={"tile": 2}), r"records.0.launch.tile must be at least"),
         (broken(launch={"tile": 64, "chunk": 32}), r"records.0.launch.chunk: Extra inputs are not permitted"),
-        (broken({"kernel": "split"}), r"records.0: kernel='split' needs split alone"),
+        (broken({"kernel": "segment_chunks"}), r"records.0: kernel='segment_chunks' needs segment_chunks alone"),
         (
-            broken({"kernel": "split"}, launch=None, split=24),
-            r"split must be 0 or a power of two and a multiple of every",
+            broken({"kernel": "segment_chunks"}, launch=None, segment_chunks=24),
+            r"segment_chunks must be 0 or a power of two and a multiple of checkpoint_chunks",
         ),
         (broken({"dtype": "float8"}), r"records.0.key.dtype"),
         (broken(ms=math.inf), r"records.0.ms must be a finite number"),
         (
             broken(launch={"tile": 64, "kernel": "fused"}),
-            r"scan.kernel must be one of 'portable', 'hopper', got 'fused'",
+            r"scan.kernel must be one of 'sm90', 'portable', got 'fused'",
         ),
         (
             broken({"kernel": "reverse", "segments": True}, launch={"tile": 64, "kernel": "fused"}),

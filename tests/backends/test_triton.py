@@ -35,7 +35,9 @@ from deltazoo.backends.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.op import chunk_scan
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, Sizes
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.plan import windows_of
+from deltazoo.backends.triton.problem import Problem
 
 pytestmark = needs_triton
 
@@ -199,7 +201,7 @@ def test_a_benchmark_row_lists_its_kernels():
 
 def test_operators_pass_opcheck():
     x, config = operands(gated(2, 37)), backend("segments").config
-    kind = ScanKind(True, False, False, False, False, 0.25, config)
+    kind = ScanKind(True, "decayed", "after", False, False, 0.25, config)
     tests = ("test_schema", "test_faketensor")
     for save in (False, True):
         torch.library.opcheck(torch.ops.deltazoo.triton_scan.default, (*x, *kind, save), test_utils=tests)
@@ -407,7 +409,7 @@ def test_splitting_the_feedback_in_two_terms_reduces_the_error():
     args = ScanOperands(x.q, x.k, x.v, x.log_decay, strength, strength.clone(), state=x.state)
     errors = []
     for split_terms in (False, True):
-        o, state = chunk_scan(args, ScanKind(True, False, False, split_terms, False, 0.25, backend().config))
+        o, state = chunk_scan(args, ScanKind(True, "decayed", "after", split_terms, False, 0.25, backend().config))
         pairs = ((o, want.o), (state, want.state))
         errors.append([conformance.relative_error(got, expected, expected) for got, expected in pairs])
     (_, one), (_, two) = errors
@@ -471,20 +473,21 @@ def test_decode_ignores_the_launches_of_other_kernels():
     x = draw(Case(GATED, Shape("token", 3, 1, 2, 2, 12, 20)), DEVICE)
     states, step = x.state, x._replace(state=None)
     # invalid without a Hopper GPU, and for K = 12
-    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, kernel="hopper")))
+    hopper = TritonBackend(LaunchConfig(scan=Launch(tile=64, kernel="sm90")))
     got, want = (bind(GATED, tested).step_(step, states.clone()) for tested in (hopper, TritonBackend(LaunchConfig())))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("every", [0, -16])
 def test_checkpoints_are_at_least_one_chunk_apart(every):
-    with pytest.raises(ValueError, match="every"):
-        LaunchConfig(every=every)
+    with pytest.raises(ValueError, match="checkpoint_chunks"):
+        LaunchConfig(checkpoint_chunks=every)
 
 
 def test_split_must_be_a_multiple_of_the_checkpoint_distance():
-    with pytest.raises(ValueError, match="split must be 0 or a power of two and a multiple of every = 16, got 24"):
-        LaunchConfig(split=24)
+    rule = "segment_chunks must be 0 or a power of two and a multiple of checkpoint_chunks = 16, got 24"
+    with pytest.raises(ValueError, match=rule):
+        LaunchConfig(segment_chunks=24)
 
 
 def test_unsupported_specs_are_refused_with_reasons():
@@ -498,15 +501,11 @@ def test_unsupported_specs_are_refused_with_reasons():
 
 
 def test_window_units_of_a_pack_grow_with_the_number_of_sequences():
-    from deltazoo.backends.triton.backward_pass import windows_of
-
-    def sizes(N: int, T: int) -> Sizes:
-        return Sizes(N, T, T // 64 + N, 16, 16, 128, 128, 64, True)
-
-    assert windows_of(sizes(8, 32768), 8, 0, 128) == (1, 5, 112)
-    assert windows_of(sizes(64, 32768), 8, 0, 128)[0] == 8
-    assert windows_of(sizes(8, 32768), 8, 32, 128)[0] == 32
-    assert windows_of(Sizes(8, 4096, 512, 16, 16, 128, 128, 64, False), 16, 0, 128) == (16, 4, 128)
+    pack = Problem(torch.bfloat16, 8, 32768, 16, 16, 128, 128, True, False, "head", packed=True)
+    assert windows_of(pack, 64, 8, 0, 128) == (1, 5, 112)
+    assert windows_of(pack._replace(N=64), 64, 8, 0, 128)[0] == 8
+    assert windows_of(pack, 64, 8, 32, 128)[0] == 32
+    assert windows_of(pack._replace(T=4096, packed=False), 64, 16, 0, 128) == (16, 4, 128)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +517,7 @@ def test_gradients_do_not_depend_on_the_number_of_windows(lengths, heads):
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
 
     def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
-        config = CONFIGS["one segment"].model_copy(update={"every": 1, "scratch": heads * scratch})
+        config = CONFIGS["one segment"].model_copy(update={"checkpoint_chunks": 1, "scratch": heads * scratch})
         out = bind(GATED, TritonBackend(config))(x)
         return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
 
@@ -530,19 +529,17 @@ def test_gradients_do_not_depend_on_the_number_of_windows(lengths, heads):
 
 @pytest.mark.parametrize(("lengths", "heads"), [((300, 41), 2), ((341,), 1), ((200, 141), 1)], ids=str)
 def test_a_window_may_start_between_checkpoints(lengths, heads):
-    from deltazoo.backends.triton.backward_pass import windows_of
-
     x = draw(Case(GATED, Shape("between", 1, 341, 1, heads, 16, 16, lengths=lengths)), DEVICE)
     leaves = [t.requires_grad_() for t in x if t is not None and t.is_floating_point()]
 
     def gradients(scratch: int) -> tuple[torch.Tensor, ...]:
-        config = CONFIGS["one segment"].model_copy(update={"every": 4, "scratch": scratch})
+        config = CONFIGS["one segment"].model_copy(update={"checkpoint_chunks": 4, "scratch": scratch})
         out = bind(GATED, TritonBackend(config))(x)
         return torch.autograd.grad([out.o.sum() + out.state.sum()], leaves)
 
     N = len(lengths)
-    s = Sizes(N, 341, 341 // 16 + N, 1, heads, 16, 16, 16, True)
-    unit, windows, _ = windows_of(s, 4, 0, 8 * N)
+    pack = Problem(torch.float32, N, 341, 1, heads, 16, 16, True, False, "head", packed=True)
+    unit, windows, _ = windows_of(pack, 16, 4, 0, 8 * N)
     assert unit < 4 and windows > 1
     bytes_per_slot = heads * 16 * (2 * 16 + 16) * 4
     for got, want in zip(gradients(8 * N * bytes_per_slot), gradients(2**30), strict=True):

@@ -8,10 +8,11 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from triton_cases import DEVICE, DTYPES, assert_conforms, needs_triton
+from triton_cases import DEVICE, DTYPES, INTERPRETED, assert_conforms, needs_triton
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, watch
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import LaunchConfig, TritonBackend
 from deltazoo.backends.triton.element.config import (
@@ -21,19 +22,19 @@ from deltazoo.backends.triton.element.config import (
     segment_length,
     tiling,
 )
-from deltazoo.backends.triton.element.op import is_elementwise
-from deltazoo.backends.triton.element.show import element_kernels
+from deltazoo.backends.triton.element.show import element_plans
+from deltazoo.backends.triton.route import route_of
 
 pytestmark = needs_triton
 
 # Small groups and segments, so that short sequences have several of each, and checkpoints inside and outside of groups.
 CONFIGS = {
     "one segment": ElementConfig(
-        every=4, split=0, forward=ElementLaunch(keys=2, channels=2, warps=1, group=2),
+        checkpoint_tokens=4, segment_tokens=0, forward=ElementLaunch(keys=2, channels=2, warps=1, group=2),
         backward=ElementLaunch(keys=2, warps=2, group=2),
     ),
     "segments": ElementConfig(
-        every=2, split=8, forward=ElementLaunch(keys=4, warps=2, group=4),
+        checkpoint_tokens=2, segment_tokens=8, forward=ElementLaunch(keys=4, warps=2, group=4),
         backward=ElementLaunch(keys=4, channels=2, warps=1, group=2),
     ),
 }  # fmt: skip
@@ -207,7 +208,7 @@ def test_operators_pass_opcheck():
 )
 def test_additive_specs_with_narrow_values_or_a_rate_are_elementwise(axes, V, elementwise):
     spec = UpdateSpec(**({"transition": "additive"} | axes))
-    assert is_elementwise(spec, V) is elementwise
+    assert route_of(spec, V) == ("elements" if elementwise else "chunks")
     assert TritonBackend().unsupported(spec, UpdateMeta(DEVICE, DTYPES[1], 1, 4, 4, V)) == []
 
 
@@ -228,11 +229,12 @@ def test_watch_reports_the_elementwise_kernels():
     assert {"element_reverse_kernel", "element_backward_kernel"} <= set(record.kernels)
 
 
-@pytest.mark.parametrize("every", [2, 12, 64])
-def test_a_distance_of_checkpoints_that_the_backward_cannot_unroll_is_refused(every):
+@pytest.mark.parametrize("tokens", [2, 12, 64])
+def test_a_distance_of_checkpoints_that_the_backward_cannot_unroll_is_refused(tokens):
     launch = ElementLaunch(keys=2, group=4)
-    with pytest.raises(ValueError, match=f"every must be a power of two from backward.group = 4 to 32, got {every}"):
-        ElementConfig(every=every, forward=launch, backward=launch)
+    rule = f"checkpoint_tokens must be a power of two from backward.group = 4 to 32, got {tokens}"
+    with pytest.raises(ValueError, match=rule):
+        ElementConfig(checkpoint_tokens=tokens, forward=launch, backward=launch)
 
 
 def test_few_channels_are_divided_into_segments():
@@ -240,20 +242,21 @@ def test_few_channels_are_divided_into_segments():
     tile = tiling(config.forward, 1, 4096, 16, 1)
     assert segment_length(config, tile, 8, 4096, 132) == 0
     length = segment_length(config, tile, 1, 8192, 132)
-    assert 0 < length < 8192 and length % config.every == 0
+    assert 0 < length < 8192 and length % config.checkpoint_tokens == 0
 
 
-@pytest.mark.parametrize(("config", "split"), [("one segment", 0), ("segments", 8)])
-def test_the_plan_lists_the_kernels_that_are_launched(config, split):
-    x = draw(Case(SPECS["rate, after"], SHAPES["pack"]), DEVICE)
+@pytest.mark.parametrize("config", ["one segment", "segments"])
+def test_the_plan_lists_the_kernels_that_are_launched(config):
+    shape, spec = SHAPES["pack"], SPECS["rate, after"]
+    x = draw(Case(spec, shape), DEVICE)
     x.v.requires_grad_()
     with watch() as record:
-        out = bind(SPECS["rate, after"], backend(config))(x)
-    kernels = [[run.name for run in record.runs if run.name.endswith("_kernel")]]
-    with watch() as record:
+        out = bind(spec, backend(config))(x)
         out.o.square().sum().backward()
-    kernels.append([run.name for run in record.runs if run.name.endswith("_kernel")])
-    assert tuple(kernels) == element_kernels(split, packed=True, grad=True)
+    launched = [(run.name, run.programs, run.warps) for run in record.runs if run.name.endswith("_kernel")]
+    device = INTERPRETER if INTERPRETED else DeviceSpec.current()
+    (plan,) = element_plans(UpdateMeta.of(x), shape, device, backend(config).element)
+    assert launched == [step[1:] for step in plan.launches]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

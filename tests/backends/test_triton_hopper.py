@@ -25,11 +25,11 @@ from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 
 pytestmark = needs_triton
 FOR_HOPPER = {
-    "prepare": Launch(tile=16, stages=1, kernel="hopper"),
-    "scan": Launch(tile=64, kernel="hopper"),
-    "recompute": Launch(tile=64, kernel="hopper"),
-    "reverse": Launch(tile=64, kernel="hopper"),
-    "gradients": Launch(tile=64, keys=64, kernel="hopper"),
+    "prepare": Launch(tile=16, stages=1, kernel="sm90"),
+    "scan": Launch(tile=64, kernel="sm90"),
+    "recompute": Launch(tile=64, kernel="sm90"),
+    "reverse": Launch(tile=64, kernel="sm90"),
+    "gradients": Launch(tile=64, keys=64, kernel="sm90"),
 }
 on_hopper = pytest.mark.skipif(
     INTERPRETED or not CAN_RUN_KERNELS or torch.cuda.get_device_capability()[0] != 9,
@@ -71,7 +71,7 @@ FUSED = {"reverse": Launch(tile=64, kernel="fused")}
 ROUTES = {
     "one token more than a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "grouped": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
-    "segments": ({"split": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
+    "segments": ({"segment_chunks": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
     "windows": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
     "fused": (FUSED | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
     "fused packs": (
@@ -84,13 +84,13 @@ ROUTES = {
     "three tiles of keys": ({}, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
     "four tiles of keys": ({"every": 4, "scratch": 0}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)),
     "segments of wide keys": (
-        {"split": 16},
+        {"segment_chunks": 16},
         Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045)),
     ),
     "two tiles of keys": ({"every": 4}, Shape("odd tiles", B=2, T=500, H=1, HV=2, K=128, V=200)),
     "value tiles": ({}, Shape("tiles", B=2, T=330, H=1, HV=2, K=128, V=256)),
     "segments of value tiles": (
-        {"split": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
+        {"segment_chunks": 16}, Shape("tiled pack", B=1, T=1300, H=2, HV=2, K=104, V=384, lengths=(190, 0, 1109, 1))
     ),
 }  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_a_hopper_launch_is_refused_where_the_kernel_cannot_run(kernel):
     x = gated(1, 5)  # float32
     x.q.requires_grad_()
     bound = bind(GATED, TritonBackend(LaunchConfig(**{kernel: FOR_HOPPER[kernel]})))
-    with pytest.raises(ConfigError, match=rf"{kernel}\.kernel = 'hopper' needs a Hopper GPU"):
+    with pytest.raises(ConfigError, match=rf"{kernel}\.kernel = 'sm90' needs an sm90 GPU"):
         bound(x).o.sum().backward()
 
 
@@ -158,7 +158,7 @@ def test_a_fused_backward_is_refused_where_the_kernel_cannot_run():
     x = gated(1, 5)
     with pytest.raises(ConfigError, match=r"reverse\.kernel = 'fused' needs .*, K in 65 to 128, .*, H = HV"):
         bind(GATED, TritonBackend(LaunchConfig(**FUSED)))(x)
-    with pytest.raises(ValueError, match=r"split must be 0 with reverse\.kernel = 'fused', got 16"):
-        LaunchConfig(split=16, **FUSED)
-    with pytest.raises(ValueError, match=r"scan\.kernel must be one of 'portable', 'hopper', got 'fused'"):
+    with pytest.raises(ValueError, match=r"segment_chunks must be 0 with reverse\.kernel = 'fused', got 16"):
+        LaunchConfig(segment_chunks=16, **FUSED)
+    with pytest.raises(ValueError, match=r"scan\.kernel must be one of 'sm90', 'portable', got 'fused'"):
         LaunchConfig(scan=FUSED["reverse"])

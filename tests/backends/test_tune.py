@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tune_cases import FORWARD, GATED, HOPPER, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel
+from tune_cases import FORWARD, GATED, HOPPER, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel, problem_of
 
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.errors import ConfigError
@@ -16,7 +16,7 @@ from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.plan import make_plan
 from deltazoo.backends.triton.table import configured, key_of, read_table
 from deltazoo.backends.tuning import measure
-from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
+from deltazoo.backends.tuning.candidates import Target, candidates
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of
 from deltazoo.backends.tuning.tune import TuneConfig, kernels_of, plan, tune
 
@@ -67,7 +67,7 @@ def test_infinite_times_are_not_stored(tmp_path):
     prepare = by_kernel(result.records)["prepare"]
     assert prepare.launch != default
     assert prepare.gain is None
-    split = heuristic(problem_of(PACK, "scan"), T900).split
+    split = heuristic(problem_of(PACK, "scan"), T900).segment_chunks
     result = tune([PACK], FakeRunner({split: math.inf}), FORWARD, tmp_path / "none.json")
     assert len(result.failures) == 2
     assert not (tmp_path / "none.json").exists()
@@ -79,10 +79,10 @@ def test_recomputation_is_tuned_if_the_fused_backward_lost(tmp_path):
     runner.device = HOPPER
     default = heuristic(problem_of(PACK, "reverse"), runner.device).reverse
     assert default.kernel == "fused"
-    runner.quick[default.model_copy(update={"kernel": "hopper"})] = 0.1
+    runner.quick[default.model_copy(update={"kernel": "sm90"})] = 0.1
     result = tune([PACK], runner, TuneConfig(directions=("backward",)), tmp_path / "t.json")
     assert [record.key.kernel for record in result.records] == ["reverse", "recompute"]
-    assert result.records[0].launch.kernel == "hopper"
+    assert result.records[0].launch.kernel == "sm90"
 
 
 def test_gain_below_one_percent_is_ignored(tmp_path):
@@ -104,7 +104,7 @@ def test_interrupted_run_resumes_from_the_table(tmp_path):
     first = FakeRunner(stop_after=3)
     with pytest.raises(KeyboardInterrupt):
         tune([LONG], first, None, out)
-    assert set(by_kernel(read_table(out).records)) == {"decode", "split", "reverse"}
+    assert set(by_kernel(read_table(out).records)) == {"decode", "segment_chunks", "reverse"}
     second = FakeRunner()
     result = tune([LONG], second, None, out)
     assert [kernel for _, kernel in second.checked] == ["gradients", "scan", "recompute", "prepare", "fused_step"]
@@ -120,7 +120,7 @@ def test_no_kernel_is_tuned_after_the_budget(tmp_path, monkeypatch):
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr("deltazoo.backends.tuning.tune.time.monotonic", lambda: next(clock))
     result = tune([LONG], FakeRunner(), TuneConfig(budget=25), tmp_path / "t.json")
-    assert [record.key.kernel for record in result.records] == ["decode", "split"]
+    assert [record.key.kernel for record in result.records] == ["decode", "segment_chunks"]
     assert result.left == 6
 
 
@@ -137,7 +137,7 @@ def test_comparison_that_runs_out_of_memory_has_infinite_times(monkeypatch):
     monkeypatch.setattr(measure, "_Bench", Full)
     runner = CudaRunner.__new__(CudaRunner)
     runner.cuda, runner._bench = torch.device("cuda"), None
-    assert runner.time(PACK, "scan", [LaunchConfig(), LaunchConfig(split=16)], 3) == [math.inf] * 2
+    assert runner.time(PACK, "scan", [LaunchConfig(), LaunchConfig(segment_chunks=16)], 3) == [math.inf] * 2
     assert runner._bench is None
     assert runner.time(PACK, "scan", [LaunchConfig()], 3) == [0.5]
 
@@ -153,17 +153,17 @@ def test_shapes_of_one_class_are_measured_once(tmp_path):
 def test_segments_are_tuned_before_the_scans(tmp_path):
     result = tune([LONG], FakeRunner({64: 1.0}), None, tmp_path / "t.json")
     records = by_kernel(result.records)
-    assert [record.key.kernel for record in result.records][:2] == ["decode", "split"]
-    assert records["split"].split == 64
+    assert [record.key.kernel for record in result.records][:2] == ["decode", "segment_chunks"]
+    assert records["segment_chunks"].segment_chunks == 64
     assert records["scan"].key.segments
     assert records["scan"].key.programs == 64  # 8 heads in 8 segments of 64 chunks
-    assert records["split"].key.chunks == 512
+    assert records["segment_chunks"].key.chunks == 512
 
 
 def test_no_segments_are_tried_if_sequences_and_heads_fill_half_of_the_gpu(tmp_path):
     assert [step.kernel for step in plan([PACK], T900, None, tmp_path / "t.json")][:2] == ["decode", "reverse"]
     result = tune([PACK], FakeRunner({16: 0.1}), None, tmp_path / "t.json")
-    assert "split" not in by_kernel(result.records)
+    assert "segment_chunks" not in by_kernel(result.records)
 
 
 def test_gain_of_each_direction_compares_the_heuristic_with_all_choices(tmp_path):
@@ -226,14 +226,14 @@ def test_hopper_kernels_are_candidates_for_updates_with_split_terms(tmp_path):
     runner.device = HOPPER
     tune([negative], runner, FORWARD, tmp_path / "t.json")
     scans = [config.scan.kernel for _, kernel, configs in runner.compiled if kernel == "scan" for config in configs]
-    assert scans[0] == "hopper"
+    assert scans[0] == "sm90"
 
 
 def test_dry_run_lists_kernels_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], T900, None, out)
     assert [step.kernel for step in listed] == [
-        "decode", "split", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step", "decode", "fused_step",
+        "decode", "segment_chunks", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step", "decode", "fused_step",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
     assert len(listed[4].candidates) == 7
@@ -279,7 +279,7 @@ def test_hopper_kernels_are_chosen_and_tried_only_on_hopper_and_for_supported_pr
         "gradients": [{"V": 520}],
     }
     problem = problem_of(PACK, "scan")
-    assert heuristic(problem._replace(N=0, T=0), HOPPER).split == 0
+    assert heuristic(problem._replace(N=0, T=0), HOPPER).segment_chunks == 0
     for kernel, others in unsupported.items():
         # the sweep kernel also computes the gradients, so K = 136 is needed to tune their kernel
         tunable = problem._replace(K=136, H=8)
@@ -311,15 +311,15 @@ def test_heuristic_prefers_hopper_kernels_except_few_values_without_erase(change
 def test_reverse_and_gradients_are_separate_launches_where_the_sweep_does_not_support_the_widths(change):
     problem = problem_of(PACK, "scan")._replace(**change)
     config = heuristic(problem, HOPPER)
-    assert config.reverse.kernel == "hopper"
+    assert config.reverse.kernel == "sm90"
     assert make_plan(problem, HOPPER, config, grad=True).backward == "reverse+gradients"
 
 
 def test_long_sequences_are_split_into_segments_if_heads_and_value_tiles_are_few():
     problem = problem_of(PACK, "scan")._replace(N=8, T=4096, H=6, HV=6, packed=False)
-    assert [heuristic(problem._replace(V=V), HOPPER).split for V in (128, 129, 384)] == [32, 0, 0]
-    assert heuristic(problem._replace(V=512, HV=2, H=2), HOPPER).split == 0
-    assert heuristic(problem._replace(V=512, HV=1, H=1), HOPPER).split == 16
+    assert [heuristic(problem._replace(V=V), HOPPER).segment_chunks for V in (128, 129, 384)] == [32, 0, 0]
+    assert heuristic(problem._replace(V=512, HV=2, H=2), HOPPER).segment_chunks == 0
+    assert heuristic(problem._replace(V=512, HV=1, H=1), HOPPER).segment_chunks == 16
 
 
 @pytest.mark.parametrize("kernel", ["scan", "recompute"])
@@ -342,7 +342,7 @@ def test_gates_have_no_candidates():
 
 
 def test_gradients_have_no_candidates_if_the_sweep_computes_them():
-    base = LaunchConfig(reverse=Launch(tile=128, warps=8, kernel="hopper"))
+    base = LaunchConfig(reverse=Launch(tile=128, warps=8, kernel="sm90"))
     problem = problem_of(PACK, "scan")
     assert candidates("gradients", problem, base, HOPPER) == [base]
     assert len(candidates("gradients", problem._replace(K=136), base, HOPPER)) > 1
@@ -356,22 +356,24 @@ def test_fused_backward_is_a_candidate_of_the_reverse_scan_without_segments_and_
     base = heuristic(problem, HOPPER)
     assert base.reverse.kernel == "fused"
     assert candidates("recompute", problem, base, HOPPER) == [base]
-    assert tried(problem, base) == {"portable", "hopper", "fused"}
+    assert tried(problem, base) == {"portable", "sm90", "fused"}
     for other in (problem._replace(H=8), problem._replace(N=4), problem._replace(N=17)):
-        assert heuristic(other, HOPPER).reverse.kernel == "hopper"
+        assert heuristic(other, HOPPER).reverse.kernel == "sm90"
     grouped, few = problem._replace(H=8), problem._replace(N=3)
-    assert tried(grouped, heuristic(grouped, HOPPER)) == {"portable", "hopper"}
-    assert tried(few, heuristic(few, HOPPER, 16)) == {"portable", "hopper"}
-    splits = {config.split > 0: config.reverse.kernel for config in candidates("split", few, base, HOPPER)}
-    assert splits == {False: "fused", True: "hopper"}
+    assert tried(grouped, heuristic(grouped, HOPPER)) == {"portable", "sm90"}
+    assert tried(few, heuristic(few, HOPPER, 16)) == {"portable", "sm90"}
+    splits = {
+        config.segment_chunks > 0: config.reverse.kernel for config in candidates("segment_chunks", few, base, HOPPER)
+    }
+    assert splits == {False: "fused", True: "sm90"}
 
 
 def test_check_uses_short_cases_with_the_target_s_kernels():
-    cases = checks_of(PACK, "scan", LaunchConfig(every=8))
+    cases = checks_of(PACK, "scan", LaunchConfig(checkpoint_chunks=8))
     assert [case.regime for case in cases] == ["ordinary", "parallel", "decays"]
     assert all(case.shape.T == sum(case.shape.lengths) == 16 * 64 + 144 and 0 in case.shape.lengths for case in cases)
-    for kernel in ("split", "scan"):
-        (case,) = checks_of(LONG, kernel, LaunchConfig(split=64))
+    for kernel in ("segment_chunks", "scan"):
+        (case,) = checks_of(LONG, kernel, LaunchConfig(segment_chunks=64))
         assert (case.shape.H, case.shape.HV, case.shape.T) == (2, 8, 64 * 64 + 144)
     assert checks_of(TOKEN, "decode", LaunchConfig())[0].shape.T == 1
 
@@ -402,7 +404,7 @@ def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
     step = typical_step(GATED, Shape("rows", 2, 1, 1, 1, 256, 64))
     operands = draw_step(step, (), 2)
     with_launch = LaunchConfig(fused_step=Launch(tile=32)).model_dump_json()
-    without_launch = LaunchConfig(split=16).model_dump_json()
+    without_launch = LaunchConfig(segment_chunks=16).model_dump_json()
     result = [
         fused._resolve(operands.inputs, operands.states, fused.StepOptions.of(step), n, config)
         for n, config in ((1, ""), (2, ""), (1, without_launch), (2, with_launch))
@@ -429,11 +431,11 @@ def test_fused_step_without_config_or_record_uses_the_heuristic(monkeypatch):
 def test_tuner_and_backend_look_up_the_same_problem(spec, shape):
     from deltazoo.backends.conformance.cases import Case, draw
     from deltazoo.backends.triton.lower import lower
-    from deltazoo.backends.triton.resolve import problem_of as problem_of_operands
+    from deltazoo.backends.triton.operands import problem_of as problem_of_operands
 
-    assert problem_of_operands(*lower(spec, draw(Case(spec, shape)), "")) == problem_of(
-        Target(spec, shape, torch.float32), "scan"
-    )
+    lowered = lower(spec, draw(Case(spec, shape)), "")
+    looked_up = problem_of(Target(spec, shape, torch.float32), "scan")
+    assert problem_of_operands(lowered.operands, lowered.kind, T900) == looked_up
 
 
 def test_tuning_without_shapes_is_refused(tmp_path):
@@ -443,7 +445,7 @@ def test_tuning_without_shapes_is_refused(tmp_path):
 
 def test_key_counts_the_programs_that_run_at_once():
     problem = problem_of(LONG, "scan")
-    assert [key_of(kernel, problem, 32).programs for kernel in ("split", "prepare", "recompute", "scan")] == [
+    assert [key_of(kernel, problem, 32).programs for kernel in ("segment_chunks", "prepare", "recompute", "scan")] == [
         8,
         256,
         256,

@@ -36,12 +36,12 @@ _TILES = {
     "decode": _SMALL,
 }
 CONFIGS = {
-    "one segment": LaunchConfig(chunk=16, every=2, **_TILES),
-    "segments": LaunchConfig(chunk=16, every=1, split=2, **_TILES),
-    "windows": LaunchConfig(chunk=16, every=2, scratch=0, **_TILES),
-    "few windows": LaunchConfig(chunk=16, every=1, scratch=30000, **_TILES),
-    "segments and windows": LaunchConfig(chunk=16, every=1, split=2, scratch=0, **_TILES),
-    "longer chunks": LaunchConfig(chunk=32, every=1, **(_TILES | {"prepare": Launch(tile=16, stages=1)})),
+    "one segment": LaunchConfig(chunk=16, checkpoint_chunks=2, **_TILES),
+    "segments": LaunchConfig(chunk=16, checkpoint_chunks=1, segment_chunks=2, **_TILES),
+    "windows": LaunchConfig(chunk=16, checkpoint_chunks=2, scratch=0, **_TILES),
+    "few windows": LaunchConfig(chunk=16, checkpoint_chunks=1, scratch=30000, **_TILES),
+    "segments and windows": LaunchConfig(chunk=16, checkpoint_chunks=1, segment_chunks=2, scratch=0, **_TILES),
+    "longer chunks": LaunchConfig(chunk=32, checkpoint_chunks=1, **(_TILES | {"prepare": Launch(tile=16, stages=1)})),
 }
 
 

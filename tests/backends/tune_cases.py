@@ -7,6 +7,7 @@ from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.shapes import SHAPES
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.config import Launch
+from deltazoo.backends.tuning import candidates
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.tune import Runner, TuneConfig
 
@@ -17,6 +18,11 @@ PACK = Target(GATED, SHAPES["pack_8x4096"], torch.bfloat16)
 LONG = Target(GATED, SHAPES["dense_1x32768"], torch.bfloat16)
 TOKEN = Target(GATED, SHAPES["decode_64"], torch.bfloat16)
 FORWARD = TuneConfig(directions=("forward",))
+
+
+def problem_of(target, kernel, device=T900):
+    """The problem that the tuner looks up for a target."""
+    return candidates.problem_of(target, kernel, device)
 
 
 class FakeRunner(Runner):
@@ -52,9 +58,9 @@ class FakeRunner(Runner):
         return [self._seconds(config) for config in configs]
 
     def _seconds(self, config):
-        split = self.quick.get(config.split, 10.0) if isinstance(config.split, int) else 10.0
+        segments = self.quick.get(config.segment_chunks, 10.0)
         launches = [launch for _, launch in config if isinstance(launch, Launch)]
-        return (split + sum(self.quick.get(launch, 1.0) for launch in launches)) / 1e3
+        return (segments + sum(self.quick.get(launch, 1.0) for launch in launches)) / 1e3
 
 
 def by_kernel(records):

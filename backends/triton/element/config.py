@@ -46,27 +46,34 @@ class ElementConfig(BaseModel):
     """How the elementwise kernels of one update are launched.
 
     Args:
-        every: tokens between two checkpoints of the state, a power of two.
-        split: tokens per segment, if the segments of a sequence are computed in parallel; 0: no segments.
+        checkpoint_tokens: tokens between two checkpoints of the state, a power of two.
+        segment_tokens: tokens per segment, if the segments of a sequence are computed in parallel; 0: no segments.
             None: chosen by the heuristic.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    every: int = Field(ge=1)
-    split: int | None = None
+    checkpoint_tokens: int = Field(ge=1)
+    segment_tokens: int | None = None
     forward: ElementLaunch
     backward: ElementLaunch
 
     @model_validator(mode="after")
     def _groups_and_segments_start_at_checkpoints(self) -> Self:
         group = self.backward.group
-        if self.every & (self.every - 1) or not group <= self.every <= _MAX_GROUPS * group:
+        if (
+            self.checkpoint_tokens & (self.checkpoint_tokens - 1)
+            or not group <= self.checkpoint_tokens <= _MAX_GROUPS * group
+        ):
             raise ValueError(
-                f"every must be a power of two from backward.group = {group} to {_MAX_GROUPS * group}, got {self.every}"
+                f"checkpoint_tokens must be a power of two from backward.group = {group} to {_MAX_GROUPS * group}, got "
+                f"{self.checkpoint_tokens}"
             )
-        if self.split and self.split % max(self.every, self.forward.group):
-            raise ValueError(f"split must be a multiple of every = {self.every} and forward.group, got {self.split}")
+        if self.segment_tokens and self.segment_tokens % max(self.checkpoint_tokens, self.forward.group):
+            raise ValueError(
+                f"segment_tokens must be a multiple of checkpoint_tokens = {self.checkpoint_tokens} and forward.group, "
+                f"got {self.segment_tokens}"
+            )
         return self
 
 
@@ -88,12 +95,16 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     """
     state = power_of_two(K) * power_of_two(V)
     if state <= 2:
-        return ElementConfig(every=8, forward=ElementLaunch(keys=2, group=16), backward=ElementLaunch(keys=2, group=8))
+        return ElementConfig(
+            checkpoint_tokens=8, forward=ElementLaunch(keys=2, group=16), backward=ElementLaunch(keys=2, group=8)
+        )
     if state <= 4:
-        return ElementConfig(every=16, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8))
+        return ElementConfig(
+            checkpoint_tokens=16, forward=ElementLaunch(keys=4, group=8), backward=ElementLaunch(keys=4, group=8)
+        )
     backward = ElementLaunch(keys=4, channels=2, group=4 if K <= 128 else 2)
     forward = ElementLaunch(keys=8 if K <= 16 else 16)
-    return ElementConfig(every=16 if K <= 128 else 8, forward=forward, backward=backward)
+    return ElementConfig(checkpoint_tokens=16 if K <= 128 else 8, forward=forward, backward=backward)
 
 
 class Tiling(NamedTuple):
@@ -127,27 +138,27 @@ def tiling(launch: ElementLaunch, H: int, HV: int, K: int, V: int) -> Tiling:
 
 
 def segment_length(config: ElementConfig, tile: Tiling, N: int, T: int, processors: int) -> int:
-    """Return the tokens per segment, a multiple of `config.every`; 0: sequences are not divided.
+    """Return the tokens per segment, a multiple of `config.checkpoint_tokens`; 0: sequences are not divided.
 
-    Segments cost another pass, so without `config.split` they are used only if fewer than 3 warps per processor would
-    run.
+    Segments cost another pass, so without `config.segment_tokens` they are used only if fewer than 3 warps per
+    processor would run.
     """
-    if config.split is not None:
-        return config.split if config.split < T else 0
+    if config.segment_tokens is not None:
+        return config.segment_tokens if config.segment_tokens < T else 0
     warps = max(1, N * tile.BLOCKS * tile.W)
     if warps >= 3 * processors:
         return 0
     longest = max(1, cdiv(T, cdiv(8 * processors, warps)))
     # a power of two, so that the kernels, which have it as a constant, are not compiled for every T
     length = max(_MIN_SEGMENT, 1 << (longest.bit_length() - 1))
-    unit = max(config.every, config.forward.group)
+    unit = max(config.checkpoint_tokens, config.forward.group)
     length = cdiv(length, unit) * unit
     return length if length < T else 0
 
 
-def checkpoint_slots(N: Any, T: Any, every: int, packed: bool) -> Any:
-    """Return the number of slots for the states before every `every` tokens of each sequence.
+def checkpoint_slots(N: Any, T: Any, checkpoint_tokens: int, packed: bool) -> Any:
+    """Return the number of slots for the states before every `checkpoint_tokens` tokens of each sequence.
 
     An upper bound if packed. Two more than needed, because torch.compile would specialise on a size of 0 or 1.
     """
-    return (T // every + N if packed else N * ((T + every - 1) // every)) + 2
+    return (T // checkpoint_tokens + N if packed else N * ((T + checkpoint_tokens - 1) // checkpoint_tokens)) + 2

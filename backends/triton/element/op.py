@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.base import UpdateInputs, UpdateOutput
 from deltazoo.backends.lowering import strengths
 from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
@@ -24,8 +24,7 @@ from deltazoo.backends.torch_ext.custom_op import (
 from deltazoo.backends.triton.element.config import checkpoint_slots, element_heuristic, parse_element
 from deltazoo.backends.triton.operands import ready, schema
 from deltazoo.backends.triton.precompile import compiled_ahead
-
-MAX_VALUE_WIDTH = 2
+from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES
 
 
 class ElementOperands(NamedTuple):
@@ -60,9 +59,9 @@ class ElementOperands(NamedTuple):
 
 
 class ElementKind(NamedTuple):
-    """The traits of an update. config: an ElementConfig as JSON; "": the heuristic chooses it."""
+    """The traits of an update. read: as in the spec. config: an ElementConfig as JSON; "": the heuristic chooses it."""
 
-    read_early: bool
+    read: str
     scale: float
     config: str = ""
 
@@ -97,39 +96,21 @@ class ElementStepCall(NamedTuple):
     rate: Tensor | None
     states: Tensor
     slots: Tensor | None
-    read_early: bool
+    read: str
     scale: float
-
-
-def is_elementwise(spec: UpdateSpec, V: int) -> bool:
-    """Whether the elementwise kernels compute a spec: additive, one write per token, narrow values or a rate.
-
-    For values of width 1 or 2 the products of a chunk are more work than the recurrence itself. With a rate, the
-    gradient of the log decay is multiplied by the step, and only these kernels compute it without cancellation.
-    """
-    return spec.transition == "additive" and spec.householders == 1 and (has_narrow_values(V) or spec.decay == "rate")
-
-
-def has_narrow_values(V: int) -> bool:
-    """Whether one launch computes all values."""
-    return V <= MAX_VALUE_WIDTH
 
 
 def element_update(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> UpdateOutput:
     """Compute an update; differentiable once. Wider values are computed two columns at a time."""
-    x, kind = _lower(spec, inputs), ElementKind(spec.read == "before", spec.scale_of(inputs.q.shape[-1]), config)
-    B, T, HV, V = x.v.shape
-    if not has_narrow_values(V):
-        slices = [slice(i, min(i + MAX_VALUE_WIDTH, V)) for i in range(0, V, MAX_VALUE_WIDTH)]
+    x, kind = _lower(spec, inputs), ElementKind(spec.read, spec.scale_of(inputs.q.shape[-1]), config)
+    V = x.v.shape[-1]
+    if V > MAX_ELEMENT_VALUES:
+        slices = [slice(i, min(i + MAX_ELEMENT_VALUES, V)) for i in range(0, V, MAX_ELEMENT_VALUES)]
         parts = [
             _run(x._replace(v=x.v[..., part], state=None if x.state is None else x.state[..., part]), kind)
             for part in slices
         ]
         return UpdateOutput(torch.cat([o for o, _ in parts], -1), torch.cat([state for _, state in parts], -1))
-    if T == 1 and x.cu_seqlens is None and not UpdateMeta.of(inputs).grad:
-        shape = (B, HV, x.q.shape[-1], V)
-        state = x.q.new_zeros(shape, dtype=torch.float32) if x.state is None else x.state.clone()
-        return UpdateOutput(element_step_(spec, inputs, state, None), state)
     return UpdateOutput(*_run(x, kind))
 
 
@@ -146,7 +127,7 @@ def element_step_(spec: UpdateSpec, inputs: UpdateInputs, states: Tensor, slots:
     """Decode one token per row without gradients, updating the states in place. Returns o [B, 1, HV, V]."""
     x = _lower(spec, inputs)
     scale = spec.scale_of(x.q.shape[-1])
-    return _step_op(x.q, x.k, x.v, x.log_decay, x.step, x.rate, states, slots, spec.read == "before", scale)
+    return _step_op(x.q, x.k, x.v, x.log_decay, x.step, x.rate, states, slots, spec.read, scale)
 
 
 def _lower(spec: UpdateSpec, inputs: UpdateInputs) -> ElementOperands:
@@ -200,7 +181,7 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, (_, _, config, save) = _split(arguments)
     (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    every = (parse_element(config) if config else element_heuristic(K, V)).every
+    every = (parse_element(config) if config else element_heuristic(K, V)).checkpoint_tokens
     slots = checkpoint_slots(N, T, every, x.cu_seqlens is not None)
     checkpoints = x.q.new_empty((slots, K, V, HV) if save else (0,), dtype=torch.float32)
     o = torch.empty_like(x.v, memory_format=torch.contiguous_format)

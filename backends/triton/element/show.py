@@ -3,46 +3,57 @@
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton.element.config import Tiling, element_heuristic, parse_element, segment_length, tiling
-from deltazoo.backends.triton.element.op import MAX_VALUE_WIDTH
-from deltazoo.backends.triton.plan import LAUNCHES
-from deltazoo.backends.triton.tiles import cdiv
+from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.triton.element.config import Tiling, element_heuristic, parse_element, tiling
+from deltazoo.backends.triton.element.plan import ElementPlan, ElementSizes, element_plan
+from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES, route_of
 
 
-def element_kernels(split: int, packed: bool, grad: bool) -> tuple[list[str], list[str]]:
-    """Return the kernels of the forward and the backward in the order of their launches."""
+def element_plans(meta: UpdateMeta, shape: Shape, device: DeviceSpec, config: str) -> list[ElementPlan]:
+    """Return the plan of each part of at most two value columns, in the order of their forwards."""
+    widths = [min(MAX_ELEMENT_VALUES, meta.V - first) for first in range(0, meta.V, MAX_ELEMENT_VALUES)]
+    packed = bool(shape.lengths)
+    return [
+        element_plan(
+            ElementSizes(shape.sequences, shape.T, meta.H, meta.HV, meta.K, V, packed), config, device.processors,
+            meta.grad,
+        )
+        for V in widths
+    ]  # fmt: skip
 
-    def names(step: str) -> list[str]:
-        segments = list(LAUNCHES["element segments", step]) if split else []
-        return [*segments, *LAUNCHES["elementwise", step], *(LAUNCHES["tail", "portable"] if packed else ())]
 
-    return names("forward"), names("backward") if grad else []
-
-
-def explain_element(meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None, config: str) -> str | None:
+def explain_element(
+    spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec | None, config: str
+) -> str | None:
     """List the kernels of an elementwise update in order. Without a GPU there is no plan."""
     device = DeviceSpec.current() if device is None else device
     if device.platform == "interpreter":
         return None
-    launches = parse_element(config) if config else element_heuristic(meta.K, min(meta.V, MAX_VALUE_WIDTH))
     head = f"elementwise kernels on {device.name} ({device.processors} SMs, Triton {device.triton})"
-    sizes = (meta.H, meta.HV, meta.K, min(meta.V, MAX_VALUE_WIDTH))
-    tiles = {"forward": tiling(launches.forward, *sizes), "backward": tiling(launches.backward, *sizes)}
-    split = 0
-    if shape is not None:
-        split = segment_length(launches, tiles["forward"], shape.sequences, shape.T, device.processors)
-        head += f" for {shape.name}: B = {shape.B}, T = {shape.T}"
-    rows = [f"{head}:"]
-    for step, kernels in zip(tiles, element_kernels(split, meta.packed, meta.grad), strict=True):
+    V = min(meta.V, MAX_ELEMENT_VALUES)
+    launches = parse_element(config) if config else element_heuristic(meta.K, V)
+    if shape is None:
+        tiles = [tiling(launch, meta.H, meta.HV, meta.K, V) for launch in (launches.forward, launches.backward)]
+        names = ["element_scan_kernel", "element_backward_kernel"][: 1 + meta.grad]
+        rows = [f"  {name}: {_describe(tile)}" for name, tile in zip(names, tiles, strict=False)]
+        return "\n".join([f"{head}:", *rows])
+    title = f"{head} for {shape.name}: B = {shape.B}, T = {shape.T}:"
+    if route_of(spec, meta.V, shape.T, packed=bool(shape.lengths), grad=meta.grad) == "element step":
+        return f"{title}\n  decode: element_step_kernel"
+    plans = element_plans(meta, shape, device, config)
+    forward = [step.kernel for plan in plans for step in plan.forward]
+    backward = [step.kernel for plan in reversed(plans) for step in plan.backward]
+    rows = [title]
+    for name, kernels in (("forward", forward), ("backward", backward)):
         if kernels:
-            launch = getattr(launches, step)
-            rows.append(f"  {step}: {' -> '.join(kernels)}")
-            rows.append(f"    {_describe(tiles[step])}, {launch.group} tokens loaded at once")
+            launch, tile = getattr(launches, name), getattr(plans[0], f"{name}_tile")
+            rows.append(f"  {name}: {' -> '.join(kernels)}")
+            rows.append(f"    {_describe(tile)}, {launch.group} tokens loaded at once")
     if meta.grad:
-        rows.append(f"  checkpoints of the state every {launches.every} tokens")
-    if shape is not None:
-        segments = f"{cdiv(shape.T, split)} of {split} tokens, computed in parallel" if split else "none"
-        rows.append(f"  segments: {segments}")
+        rows.append(f"  checkpoints of the state every {launches.checkpoint_tokens} tokens")
+    tokens = plans[0].segment_tokens
+    segments = f"{plans[0].segments} of {tokens} tokens, computed in parallel" if tokens else "none"
+    rows.append(f"  segments: {segments}")
     return "\n".join(rows)
 
 

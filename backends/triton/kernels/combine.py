@@ -32,7 +32,7 @@ def combine_kernel(
     decay_bounds, initial, starts, ends, cu, T, window, windows,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
+    SEGMENT_CHUNKS: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Compute the state, or with REVERSE the gradient of the state, that each segment starts from.
 
@@ -51,7 +51,7 @@ def combine_kernel(
     _, _, slot, first, first_scratch_slot, _, last = chunk_range(n, 0, cu, T, window, windows, C, UNIT, 0, PACKED)
     slot += first
     chunks = last - first
-    used_segments = tl.cdiv(chunks, SPLIT)
+    used_segments = tl.cdiv(chunks, SEGMENT_CHUNKS)
     vs = (pid % TILES) * BV + tl.arange(0, BV)
     ka = tl.arange(0, K0)
     in_v = vs < V
@@ -69,7 +69,7 @@ def combine_kernel(
     # forward, the first segment of an empty sequence still starts from the initial state, which becomes the final one
     for step in range(used_segments if REVERSE else tl.maximum(used_segments, 1)):
         segment = used_segments - 1 - step if REVERSE else step
-        segment_index = tl.cast(segment_slot(n, segment, first_scratch_slot, SPLIT), tl.int64) * HV + hv
+        segment_index = tl.cast(segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), tl.int64) * HV + hv
         store_rows(starts + segment_index * V * K, Sa, vs, ka, in_v, in_ka, K)
         if K1 > 0:
             store_rows(starts + segment_index * V * K, Sb, vs, kb, in_v, in_kb, K)
@@ -78,8 +78,8 @@ def combine_kernel(
             Na = load_rows(N_p, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Nb = load_rows(N_p, vs, kb, in_v, in_kb, K)
-            count = tl.minimum(SPLIT, chunks - segment * SPLIT)
-            negligible = negligible_prefix(decay_bounds, slot + segment * SPLIT, count, hv, HV, SPLIT)
+            count = tl.minimum(SEGMENT_CHUNKS, chunks - segment * SEGMENT_CHUNKS)
+            negligible = negligible_prefix(decay_bounds, slot + segment * SEGMENT_CHUNKS, count, hv, HV, SEGMENT_CHUNKS)
             # forward, the first segment needs no map: the scan computed its N_p from the initial state
             if (negligible == 0) & ((step > 0) | REVERSE):
                 M_p = N_p + V * K

@@ -70,12 +70,12 @@ def add_pairs(a, b, c, d):
 
 @triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, v_new, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
-    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
+    ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr,
     DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one chunk.
@@ -88,17 +88,17 @@ def gradients_kernel(
     with dA, so that the terms that cancel in d log_decay cancel exactly. dA uses b clamped away from 0, because db is
     divided by it.
     DU_IS_DV: du holds dv, which contains the factor w (w is b, or absent). The dtype of the
-    scratch buffers (states, dstates, xs, du) may be wider than that of the operands; products are computed in it.
+    scratch buffers (states, dstates, v_new, du) may be wider than that of the operands; products are computed in it.
 
-    Reads states, dstates [scratch slot, HV, V, K]; xs (x of each chunk), du [scratch slot, C, HV, V]; gates; the
+    Reads states, dstates [scratch slot, HV, V, K]; v_new (x of each chunk), du [scratch slot, C, HV, V]; gates; the
     operands and do; with EFLA and Longhorn slopes (step_size.py), for the gradient of k through |k|^2; else None.
     Writes dq, dk, de [B, T, H, K], or with grouped heads partial [3, num_scratch_slots, C, HV, K] for
     sum_groups_kernel; for gate_gradients_kernel dgates [K tiles, slots, HV, 3 or 4, C] and
     state_products [K tiles, slots, HV] = <dS', S'>. Rows of dgates: 0 the terms of d log_decay that count for i >= t;
-    1 e . de; 2 v . du (DU_IS_DV: dv . x), complete in each K tile; 3 with EARLY the terms that count for i > t.
+    1 e . de; 2 v . du (DU_IS_DV: dv . x), complete in each K tile; 3 with GATES_BEFORE the terms that count for i > t.
     """
-    EARLY: tl.constexpr = ERASE_EARLY or READ_EARLY
-    ROWS: tl.constexpr = 4 if EARLY else 3
+    GATES_BEFORE: tl.constexpr = ERASE_PREVIOUS or READ_BEFORE
+    ROWS: tl.constexpr = 4 if GATES_BEFORE else 3
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
@@ -123,8 +123,8 @@ def gradients_kernel(
         key_offset = (row * H + h) * K
         dtype: tl.constexpr = states.dtype.element_ty
         # A read before the update does not see the write of its own token; an erase never does.
-        early = tl.where(erases, 1 if ERASE_EARLY else 0, 1 if READ_EARLY else 0)
-        causal = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_EARLY else 0)[:, None]
+        early = tl.where(erases, 1 if ERASE_PREVIOUS else 0, 1 if READ_BEFORE else 0)
+        causal = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_BEFORE else 0)[:, None]
         chunk = tl.cast(slot, tl.int64) * HV + hv
         scratch_chunk = tl.cast(scratch_slot, tl.int64) * HV + hv
         value_offset = (row * HV + hv) * V
@@ -146,7 +146,7 @@ def gradients_kernel(
                 else:
                     do_du = tl.load(do_at, mask=in_tile & (erases[:, None] == 0), other=0.0).to(dtype)
                     do_du += tl.load(du_at, mask=in_tile & erases[:, None], other=0.0)
-                x = load_rows(xs + scratch_value_offset, i, vs, i < C, in_v, HV * V)
+                x = load_rows(v_new + scratch_value_offset, i, vs, i < C, in_v, HV * V)
             else:
                 do_du = tl.load(do_at, mask=in_tile, other=0.0)
                 x = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V)
@@ -190,7 +190,7 @@ def gradients_kernel(
             G, _, G_end = cumulative_decays(gates, chunk, i, C, LOOP=False)
             G_of_tokens = gates + chunk * 3 * C + tl.arange(0, C)
             G_row = repeat_for_stacked_rows(tl.load(G_of_tokens), C, DELTA)
-            if EARLY:
+            if GATES_BEFORE:
                 G_before = tl.load(G_of_tokens - 1, mask=tl.arange(0, C) > 0, other=0.0)
                 G_early = repeat_for_stacked_rows(G_before, C, DELTA)
                 G_row = tl.where(early > 0, G_early, G_row)
@@ -209,7 +209,7 @@ def gradients_kernel(
                 tl.store(gate_row + C + t, row_dots, mask=erases)
         if DECAY != "none":
             dG = row_dots
-            if EARLY:
+            if GATES_BEFORE:
                 dG = tl.where(early > 0, 0.0, row_dots)
                 dG_early = row_dots - dG
                 if DELTA:
@@ -258,14 +258,14 @@ def gradients_kernel(
 @triton.jit(do_not_specialize=["N", "T", "window", "windows", "num_scratch_slots"])
 def sum_groups_kernel(
     partial, dq, dk, de, cu, N, T, window, windows, num_scratch_slots,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, ERASE_KEY: tl.constexpr,
+    H: tl.constexpr, PROGRAMS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, ERASE_KEY: tl.constexpr,
     PACKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sum dq, dk and de [B, T, H, K] over the value heads of each key head, always in the same order.
 
-    Grid: scratch slot, key head. Reads partial [3, num_scratch_slots, C, HV, K].
+    Grid: scratch slot, key head. Reads partial [3, num_scratch_slots, C, PROGRAMS, K].
     """
-    GROUP: tl.constexpr = HV // H
+    GROUP: tl.constexpr = PROGRAMS // H
     pid = tl.program_id(0)
     h = pid % H
     scratch_slot = pid // H
@@ -279,20 +279,20 @@ def sum_groups_kernel(
             key_offset = ((start + c * C) * H + h) * K
             for which in tl.static_range(3 if ERASE_KEY else 2):
                 out = dq if which == 0 else dk if which == 1 else de
-                first_head = (tl.cast(which, tl.int64) * num_scratch_slots + scratch_slot) * C * HV + h * GROUP
+                first_head = (tl.cast(which, tl.int64) * num_scratch_slots + scratch_slot) * C * PROGRAMS + h * GROUP
                 heads = partial + first_head * K
                 total = tl.zeros([C, BK], tl.float32)
                 for g in range(GROUP):
-                    total += load_rows(heads + g * K, i, ks, in_time, in_k, HV * K).to(tl.float32)
+                    total += load_rows(heads + g * K, i, ks, in_time, in_k, PROGRAMS * K).to(tl.float32)
                 store_rows(out + key_offset, total, i, ks, in_time, in_k, H * K)
 
 
 @triton.jit(do_not_specialize=["N", "slots", "T"])
 def gate_gradients_kernel(
     dgates, state_products, v, b, dlog_decay, db, dw, dv, slopes, cu, N, slots, T,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, K_TILES: tl.constexpr, DECAY: tl.constexpr,
-    ERASE: tl.constexpr, WRITE: tl.constexpr, TIED: tl.constexpr, DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr,
-    EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, K_TILES: tl.constexpr, NEEDS_LOG_DECAY: tl.constexpr,
+    NEEDS_B: tl.constexpr, NEEDS_W: tl.constexpr, TIED: tl.constexpr, DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr,
+    GATES_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sum the gate gradients of a chunk over tiles: d log_decay, db and dw [B, T, HV].
 
@@ -306,7 +306,7 @@ def gate_gradients_kernel(
     the clamped b that dv contains. slopes: with EFLA and Longhorn the derivatives of b (step_size.py), and db is the
     gradient of beta; else None.
     """
-    ROWS: tl.constexpr = 4 if EARLY else 3
+    ROWS: tl.constexpr = 4 if GATES_BEFORE else 3
     chunk = tl.program_id(0)
     slot = chunk // HV
     hv = chunk % HV
@@ -323,25 +323,25 @@ def gate_gradients_kernel(
         for tile in tl.static_range(TILES):
             chunk_of_tile = tl.cast(tile, tl.int64) * slots * HV + chunk
             row = dgates + chunk_of_tile * ROWS * C + i
-            if DECAY:
+            if NEEDS_LOG_DECAY:
                 dG += tl.load(row)
                 state_product += tl.load(state_products + chunk_of_tile)
-                if EARLY:
+                if GATES_BEFORE:
                     dG_early += tl.load(row + 3 * C)
-            if ERASE:
+            if NEEDS_B:
                 e_dot_de += tl.load(row + C)
-            if WRITE or (TIED and (tile % K_TILES == 0 or not DU_IS_DV)):
+            if NEEDS_W or (TIED and (tile % K_TILES == 0 or not DU_IS_DV)):
                 v_dot_du += tl.load(row + 2 * C)
-        if WRITE:
+        if NEEDS_W:
             tl.store(dw + offsets, v_dot_du, mask=in_time)
-        if DECAY:
+        if NEEDS_LOG_DECAY:
             total = tl.cumsum(dG, 0, reverse=True) + state_product
-            if EARLY:
+            if GATES_BEFORE:
                 total += tl.sum(tl.where(i[:, None] < i[None, :], dG_early[None, :], 0.0), 1)
             if not HAS_STATE:  # the first decay of a sequence scales nothing
                 total = tl.where(t0 + i > 0, total, 0.0)
             tl.store(dlog_decay + offsets, total, mask=in_time)
-        if ERASE:
+        if NEEDS_B:
             b_i = tl.load(b + offsets, mask=in_time, other=1.0).to(tl.float32)
             clamped_b = clamp_away_from_zero(b_i, MIN_BETA)
             b_db = e_dot_de

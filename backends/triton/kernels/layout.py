@@ -5,7 +5,7 @@ Terms:
     chunk slot    index of a chunk among the chunks of all sequences; gates, decay bounds and WY tiles are stored by it.
     window        range of chunks of every sequence that one launch of the backward handles; bounds scratch memory.
     scratch slot  index of a chunk among the chunks of one window of all sequences; scratch buffers are stored by it.
-    segment       SPLIT consecutive chunks of a window; the segments of a sequence are computed in parallel.
+    segment       SEGMENT_CHUNKS consecutive chunks of a window; the segments of a sequence are computed in parallel.
 
 Shapes: N sequences (rows of the batch, or sequences of a pack with bounds cu [N + 1]), T tokens in a row of the batch,
 C tokens in a chunk, H key heads, HV value heads, K key width, V value width. G is the cumulative log2 decay from the
@@ -108,31 +108,40 @@ def window_bounds(n, slot, chunks, window, windows, UNIT: tl.constexpr, PACKED: 
 
 @triton.jit
 def chunk_range(
-    n, segment, cu, T, window, windows, C: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
+    n,
+    segment,
+    cu,
+    T,
+    window,
+    windows,
+    C: tl.constexpr,
+    UNIT: tl.constexpr,
+    SEGMENT_CHUNKS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Return the chunks of a scan program: those of one segment of a window of sequence n.
 
     Returns: first token, length and first chunk slot of the sequence; first chunk of the window and its scratch slot;
-        first chunk of the segment and the chunk after its last. SPLIT = 0: the segment is the whole window.
+        first chunk of the segment and the chunk after its last. SEGMENT_CHUNKS = 0: the segment is the whole window.
     """
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
     window_first, last, first_scratch_slot = window_bounds(n, slot, tl.cdiv(length, C), window, windows, UNIT, PACKED)
     first = window_first
-    if SPLIT > 0:
-        first += segment * SPLIT
-        last = tl.minimum(first + SPLIT, last)
+    if SEGMENT_CHUNKS > 0:
+        first += segment * SEGMENT_CHUNKS
+        last = tl.minimum(first + SEGMENT_CHUNKS, last)
     return start, length, slot, window_first, first_scratch_slot, first, last
 
 
 @triton.jit
-def segment_slot(n, segment, first_scratch_slot, SPLIT: tl.constexpr):
-    """Return the slot of a segment of sequence n in `starts` and `ends`; SPLIT = 0: the window is one segment.
+def segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS: tl.constexpr):
+    """Return the slot of a segment of sequence n in `starts` and `ends`; SEGMENT_CHUNKS = 0: the window is one segment.
 
-    L chunks from the first scratch slot on (`chunk_range`) are at most floor(L / SPLIT) + 1 segments, so that the slots
+    L chunks from the first scratch slot on (`chunk_range`) are at most floor(L / SEGMENT_CHUNKS) + 1 segments, so that the slots
     of sequences never overlap.
     """
-    return first_scratch_slot // SPLIT + n + segment if SPLIT > 0 else n
+    return first_scratch_slot // SEGMENT_CHUNKS + n + segment if SEGMENT_CHUNKS > 0 else n
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
     A_ij = b_i 2^(G'_i - G_j) e_i.k_j  (j < i),   T = (I + A)^-1,   P_ij = scale 2^(G''_i - G_j) q_i.k_j  (j <= i)
 
-G is the cumulative log2 decay in the chunk. G' is G, or with ERASE_EARLY (the erase reads the state before the decay) G
-before the token. G'' is G, or with READ_EARLY (the output is read before the update) G before the token; P then has
+G is the cumulative log2 decay in the chunk. G' is G, or with ERASE_PREVIOUS (the erase reads the state before the decay) G
+before the token. G'' is G, or with READ_BEFORE (the output is read before the update) G before the token; P then has
 j < i. C tokens in a chunk, H key heads, HV value heads, K key width
 """
 
@@ -93,7 +93,7 @@ def prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     DECAY: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
-    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
+    ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
     TERMS: tl.constexpr, BOUND_DECAYS: tl.constexpr, REPARAM: tl.constexpr, DU_IS_DV: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def prepare_kernel(
         if HOIST_P:
             KQ = dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
         below = i[:, None] > i[None, :]
-        causal_T = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
+        causal_T = i[:, None] < i[None, :] if READ_BEFORE else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             chunk = tl.cast(slot, tl.int64) * HV + hv
@@ -168,14 +168,14 @@ def prepare_kernel(
             cumulative = tl.cumsum(log2_decay.to(tl.float64), 0)
             G = cumulative.to(tl.float32)
             G_before = (cumulative - log2_decay).to(tl.float32)
-            G_erase = G_before if ERASE_EARLY else G
-            G_read = G_before if READ_EARLY else G
+            G_erase = G_before if ERASE_PREVIOUS else G
+            G_read = G_before if READ_BEFORE else G
             tl.store(gates + (chunk * 3 + 0) * C + i, G)
             tl.store(gates + (chunk * 3 + 1) * C + i, erase * tl.exp2(G_erase))
             tl.store(gates + (chunk * 3 + 2) * C + i, write)
             # A step scales a state by at most max(1, |1 - b k.k|); with an erase key e != k there is no such bound.
             decay_bound = 0.0
-            if BOUND_DECAYS and not (ERASE_KEY or ERASE_EARLY):
+            if BOUND_DECAYS and not (ERASE_KEY or ERASE_PREVIOUS):
                 if REPARAM == "none":
                     k_dot_k = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
                 factor = tl.maximum(tl.abs(1 - erase * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)

@@ -43,8 +43,8 @@ def reverse_kernel(
     window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, READ_EARLY: tl.constexpr,
-    PACKED: tl.constexpr, DU_IS_DV: tl.constexpr, UNIT: tl.constexpr, SPLIT: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, READ_BEFORE: tl.constexpr,
+    PACKED: tl.constexpr, DU_IS_DV: tl.constexpr, UNIT: tl.constexpr, SEGMENT_CHUNKS: tl.constexpr,
     MIN_BETA: tl.constexpr, ENDS: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -55,24 +55,24 @@ def reverse_kernel(
     first, and dstate carries dS from one to the next.
 
     Reads the operands, do, gates, wy_tiles; dstate [N, HV, K, V] float32, the gradient of the state after the window,
-    or with SPLIT > 0 that after each segment, starts [segments, HV, V, K].
+    or with SEGMENT_CHUNKS > 0 that after each segment, starts [segments, HV, V, K].
     Writes dv [B, T, HV, V]; dS'^T of each chunk, dstates [scratch slot, HV, V, K]; with DELTA or WRITE du
     [scratch slot, C, HV, V], unless DU_IS_DV (w du = dv determines it); dstate, the gradient before the window.
 
     ENDS: an earlier launch, which only writes ends [segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
     segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
     """
-    PAIR: tl.constexpr = v_key is not None
-    WY_TERMS: tl.constexpr = 2 if PAIR else TERMS
+    DPLR: tl.constexpr = v_key is not None
+    WY_TERMS: tl.constexpr = 2 if DPLR else TERMS
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     hv = pid // TILES % HV
     h = hv // (HV // H)
     n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
+        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
     )
-    segment_index = segment_slot(n, segment, first_scratch_slot, SPLIT) * HV + hv
+    segment_index = segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS) * HV + hv
     i = tl.arange(0, C)
     column = (pid % TILES) * BV
     vs = column + tl.arange(0, BV)
@@ -82,21 +82,21 @@ def reverse_kernel(
     if K1 > 0:
         kb = K0 + tl.arange(0, K1)
         in_kb = kb < K
-    causal = i[:, None] > i[None, :] if READ_EARLY else i[:, None] >= i[None, :]
+    causal = i[:, None] > i[None, :] if READ_BEFORE else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
     P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
     if ENDS:
         if segment == 0:
             last = first
         # The contributions of later chunks are negligible before the first chunk of the segment.
-        last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
+        last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)
 
     if first < last:
         at_dstate = dstate + (tl.cast(n, tl.int64) * HV + hv) * V * K
         dSa = tl.zeros([BV, K0], tl.float32)
         if K1 > 0:
             dSb = tl.zeros([BV, K1], tl.float32)
-        if not ENDS and SPLIT > 0:
+        if not ENDS and SEGMENT_CHUNKS > 0:
             at_start = starts + tl.cast(segment_index, tl.int64) * V * K
             dSa += load_rows(at_start, vs, ka, in_v, in_ka, K)
             if K1 > 0:
@@ -133,7 +133,7 @@ def reverse_kernel(
                 if P_TERMS == 2:
                     P_lo = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1))
             # dx = P^T do + (2^(Gend - G) k) dS'
-            if PAIR and not ENDS:
+            if DPLR and not ENDS:
                 R = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 1))
                 v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
                 dvalue = tl.dot(dSa.to(dtype), tl.trans(v_key_a), input_precision=PREC)
@@ -146,7 +146,7 @@ def reverse_kernel(
                 dx = dot_split_lhs(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
             if DECAY != "none" and DECAY != "channel":
                 G, G_before, G_end = cumulative_decays(gates, chunk, i, C)
-                G_read = G_before if READ_EARLY else G
+                G_read = G_before if READ_BEFORE else G
                 dx *= tl.exp2(G_end - G)[None, :]
             if not DELTA and DECAY != "channel":
                 P_hi = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
@@ -180,7 +180,7 @@ def reverse_kernel(
             if K1 > 0:
                 dSb = tl.dot(doq.to(dtype), q_b, dSb, input_precision=PREC)
             if not ENDS:
-                if PAIR:
+                if DPLR:
                     B = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1)
                     dvalue += dot_inverse(dx, B, B, dtype, 1, PREC)
                 else:
@@ -198,7 +198,7 @@ def reverse_kernel(
                     e_a = k_a
                     if K1 > 0:
                         e_b = k_b
-                due = dx if PAIR else -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
+                due = dx if DPLR else -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
                 dSa = dot_split_lhs(due, e_a, dSa, dtype, TERMS, PREC)
                 if K1 > 0:
                     dSb = dot_split_lhs(due, e_b, dSb, dtype, TERMS, PREC)

@@ -43,13 +43,13 @@ from deltazoo.backends.triton.kernels.wy_tiles import (
 
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def scan_kernel(
-    q, k, e, v_key, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, xs, starts, ends, cu,
+    q, k, e, v_key, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, v_new, starts, ends, cu,
     scale, T, window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, HAS_STATE: tl.constexpr,
-    READ_EARLY: tl.constexpr, PACKED: tl.constexpr, CHECKPOINT_EVERY: tl.constexpr, UNIT: tl.constexpr,
-    SPLIT: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
+    READ_BEFORE: tl.constexpr, PACKED: tl.constexpr, CHECKPOINT_CHUNKS: tl.constexpr, UNIT: tl.constexpr,
+    SEGMENT_CHUNKS: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Scan the chunks of one segment.
@@ -58,11 +58,11 @@ def scan_kernel(
     K0 and K1 keys, and loops over the chunks. Windows and scratch slots are those of `window_bounds`.
 
     MODE "output": writes o [B, T, HV, V], the state after the last token final [N, HV, K, V], and S^T before every
-        CHECKPOINT_EVERY-th chunk (0: never) except the first, whose state is an operand, to
-        checkpoints [.., HV, V, K]. With SPLIT > 0 it starts from starts [segments, HV, V, K].
+        CHECKPOINT_CHUNKS-th chunk (0: never) except the first, whose state is an operand, to
+        checkpoints [.., HV, V, K]. With SEGMENT_CHUNKS > 0 it starts from starts [segments, HV, V, K].
     MODE "recompute": recomputes states for the backward from the checkpoint at or before the segment. Writes the state
         before each chunk of the segment to states [scratch slot, HV, V, K] and, with DELTA, x to
-        xs [scratch slot, C, HV, V].
+        v_new [scratch slot, C, HV, V].
     MODE "ends": writes ends [segments, HV, V + K, K]. Rows 0 to V - 1: S^T at the end of each segment, computed from
         a zero state (in the first segment from the initial state). Rows V to V + K - 1, computed by additional V tiles:
         the map [K, K] from the state before the segment to the state after it. combine_kernel reads ends and writes
@@ -71,8 +71,8 @@ def scan_kernel(
 
     TERMS = 2: values that feed back into the state are split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
-    PAIR: tl.constexpr = v_key is not None
-    WY_TERMS: tl.constexpr = 2 if PAIR else TERMS
+    DPLR: tl.constexpr = v_key is not None
+    WY_TERMS: tl.constexpr = 2 if DPLR else TERMS
     OUTPUT: tl.constexpr = MODE == "output"
     RECOMPUTE: tl.constexpr = MODE == "recompute"
     ENDS: tl.constexpr = MODE == "ends" or MODE == "maps"
@@ -83,9 +83,9 @@ def scan_kernel(
     h = hv // (HV // H)
     n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
+        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
     )
-    segment_index = segment_slot(n, segment, first_scratch_slot, SPLIT) * HV + hv
+    segment_index = segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS) * HV + hv
     i = tl.arange(0, C)
     is_map = pid % TILES >= V_TILES
     column = (pid % TILES) * BV
@@ -105,7 +105,7 @@ def scan_kernel(
     if K1 > 0:
         kb = K0 + tl.arange(0, K1)
         in_kb = kb < K
-    causal = i[:, None] < i[None, :] if READ_EARLY else i[:, None] <= i[None, :]
+    causal = i[:, None] < i[None, :] if READ_BEFORE else i[:, None] <= i[None, :]
     state_offset = (tl.cast(n, tl.int64) * HV + hv) * K * V
     dtype: tl.constexpr = k.dtype.element_ty
     P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
@@ -113,11 +113,11 @@ def scan_kernel(
     chunks = tl.cdiv(length, C)
     if RECOMPUTE:
         segment_first = first
-        first = tl.where(first < last, first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)
+        first = tl.where(first < last, first // CHECKPOINT_CHUNKS * CHECKPOINT_CHUNKS, first)
     negligible = 0
     if ENDS:
         in_use = first < last
-        negligible = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SPLIT)
+        negligible = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)
         # combine_kernel reads no map of the first segment, no map whose effect is negligible, and forward no end of the
         # last segment.
         if (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends")):
@@ -126,24 +126,24 @@ def scan_kernel(
     Sa = tl.zeros([BV, K0], tl.float32)
     if K1 > 0:
         Sb = tl.zeros([BV, K1], tl.float32)
-    if CHECKPOINT_EVERY > 0:
+    if CHECKPOINT_CHUNKS > 0:
         # index that a checkpoint of chunk 0 would have; it is not stored, because that state is an operand
-        checkpoint_offset = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
+        checkpoint_offset = (slot // CHECKPOINT_CHUNKS if PACKED else n * ((chunks - 1) // CHECKPOINT_CHUNKS)) - 1
     if RECOMPUTE:
         if (first > 0) & (first < last):
             checkpoint = (
-                checkpoints + (tl.cast(checkpoint_offset + first // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
+                checkpoints + (tl.cast(checkpoint_offset + first // CHECKPOINT_CHUNKS, tl.int64) * HV + hv) * V * K
             )
             Sa += load_rows(checkpoint, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Sb += load_rows(checkpoint, vs, kb, in_v, in_kb, K)
-    elif OUTPUT and SPLIT > 0:
+    elif OUTPUT and SEGMENT_CHUNKS > 0:
         if (first < last) | (segment == 0):
             at_start = starts + tl.cast(segment_index, tl.int64) * V * K
             Sa += load_rows(at_start, vs, ka, in_v, in_ka, K)
             if K1 > 0:
                 Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
-    if HAS_STATE and not (OUTPUT and SPLIT > 0):
+    if HAS_STATE and not (OUTPUT and SEGMENT_CHUNKS > 0):
         from_state = in_v & ((first == 0) if RECOMPUTE else (segment == 0) & (negligible == 0))
         Sa += load_column_major(state + state_offset, vs, ka, from_state, in_ka, V)
         if K1 > 0:
@@ -169,9 +169,9 @@ def scan_kernel(
             q_a = load_rows(q + key_offset, i, ka, in_time, in_ka, H * K)
             if K1 > 0:
                 q_b = load_rows(q + key_offset, i, kb, in_time, in_kb, H * K)
-        if OUTPUT and CHECKPOINT_EVERY > 0:
-            if (c > 0) & (c % CHECKPOINT_EVERY == 0):
-                at = checkpoints + (tl.cast(checkpoint_offset + c // CHECKPOINT_EVERY, tl.int64) * HV + hv) * V * K
+        if OUTPUT and CHECKPOINT_CHUNKS > 0:
+            if (c > 0) & (c % CHECKPOINT_CHUNKS == 0):
+                at = checkpoints + (tl.cast(checkpoint_offset + c // CHECKPOINT_CHUNKS, tl.int64) * HV + hv) * V * K
                 store_state(at, Sa, column, ka, in_ka, V, K, True)
                 if K1 > 0:
                     store_state(at, Sb, column, kb, in_kb, V, K, True)
@@ -188,7 +188,7 @@ def scan_kernel(
         if OUTPUT and (DELTA or DECAY == "channel"):
             P_T_hi = load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 0)
             P_T_lo = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1) if P_TERMS == 2 else P_T_hi
-        if PAIR:
+        if DPLR:
             B_T = tl.trans(load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1))
             v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
             if K1 > 0:
@@ -232,7 +232,7 @@ def scan_kernel(
         x = v_T.to(tl.float32)
         if WRITE:
             x *= load_write_strengths(gates, chunk, i, K, C, DECAY)[None, :]
-        if PAIR:
+        if DPLR:
             x = dot_inverse(x, B_T, B_T, dtype, 1, PREC) + y
             x = dot_inverse(x, T_hi, T_hi, dtype, 1, PREC)
         elif DELTA:
@@ -244,7 +244,7 @@ def scan_kernel(
         if RECOMPUTE and DELTA:
             rows_to_store = tl.where(c >= segment_first, C, 0)
             store_transposed(
-                xs + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, x, rows_to_store, column, HV * V, V
+                v_new + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, x, rows_to_store, column, HV * V, V
             )
 
         if OUTPUT:
@@ -255,7 +255,7 @@ def scan_kernel(
             if DECAY == "none":
                 out *= scale
             elif DECAY != "channel":
-                G_read = G_before if READ_EARLY else G
+                G_read = G_before if READ_BEFORE else G
                 out *= (tl.exp2(G_read) * scale)[None, :]
             if not DELTA and DECAY != "channel":
                 P_T_hi = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
@@ -265,7 +265,7 @@ def scan_kernel(
                     P_T_hi *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
                 P_T_hi = tl.where(causal, P_T_hi * scale, 0.0).to(dtype)
                 P_T_lo = P_T_hi
-            if PAIR:
+            if DPLR:
                 out = tl.dot(v_T, R_T, out, input_precision=PREC)
             if P_TERMS == TERMS:
                 out = dot_split_both(x, P_T_hi, P_T_lo, out, dtype, TERMS, PREC)
@@ -283,7 +283,7 @@ def scan_kernel(
             Sa *= tl.exp2(G_end)
             if K1 > 0:
                 Sb *= tl.exp2(G_end)
-        if PAIR:
+        if DPLR:
             Sa = tl.dot(v_T, v_key_a, Sa, input_precision=PREC)
             if K1 > 0:
                 Sb = tl.dot(v_T, v_key_b, Sb, input_precision=PREC)
@@ -299,8 +299,8 @@ def scan_kernel(
         if K1 > 0:
             store_rows(at_end, Sb, rows, kb, in_rows, in_kb, K)
     if OUTPUT:
-        if SPLIT > 0:
-            in_v = in_v & (segment == tl.maximum(chunks - 1, 0) // SPLIT)
+        if SEGMENT_CHUNKS > 0:
+            in_v = in_v & (segment == tl.maximum(chunks - 1, 0) // SEGMENT_CHUNKS)
         store_column_major(final + state_offset, Sa, vs, ka, in_v, in_ka, V)
         if K1 > 0:
             store_column_major(final + state_offset, Sb, vs, kb, in_v, in_kb, V)

@@ -60,19 +60,19 @@ def level_pairs(i, level):
 
 
 @triton.jit
-def level_factors(g, i, level, EARLY: tl.constexpr, EXACT: tl.constexpr):
-    """Return 2^(G_i - G_m) for tokens in upper halves, with EARLY G before the token, and 2^(G_m - G_i) in lower ones.
+def level_factors(g, i, level, GATES_BEFORE: tl.constexpr, EXACT: tl.constexpr):
+    """Return 2^(G_i - G_m) for tokens in upper halves, with GATES_BEFORE G before the token, and 2^(G_m - G_i) in lower ones.
 
     g [C, keys]: log2 decays.
     """
-    return tl.exp2(level_sums(g, i, level, EARLY, EXACT))
+    return tl.exp2(level_sums(g, i, level, GATES_BEFORE, EXACT))
 
 
 @triton.jit
-def level_sums(g, i, level, EARLY: tl.constexpr, EXACT: tl.constexpr):
+def level_sums(g, i, level, GATES_BEFORE: tl.constexpr, EXACT: tl.constexpr):
     """Return the logarithms of `level_factors`."""
     after = i[None, :] > i[:, None]
-    before = i[None, :] < i[:, None] if EARLY else i[None, :] <= i[:, None]
+    before = i[None, :] < i[:, None] if GATES_BEFORE else i[None, :] <= i[:, None]
     same_half = ((i[:, None] ^ i[None, :]) >> level) == 0
     selected = same_half & tl.where(is_upper(i, level)[:, None], before, after)
     return sum_selected(selected, g, EXACT)

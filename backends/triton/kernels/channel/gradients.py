@@ -34,20 +34,20 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def channel_gradients_kernel(
-    q, k, e, v, log_decay, b, w, do, states, dstates, xs, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
+    q, k, e, v, log_decay, b, w, do, states, dstates, v_new, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
     DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE_CHANNELS: tl.constexpr, ERASE: tl.constexpr,
     WRITE: tl.constexpr, STORED_DU: tl.constexpr,
-    ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
+    ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
     MIN_BETA: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one chunk.
 
     Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
 
-    Reads states, dstates [scratch slot, HV, V, K]; with DELTA xs (x of each chunk), with STORED_DU du
+    Reads states, dstates [scratch slot, HV, V, K]; with DELTA v_new (x of each chunk), with STORED_DU du
     [scratch slot, C, HV, V]; the operands and do. Without STORED_DU du holds dv, which contains the factor w (w is b,
     or absent); then row 2 of dgates is dv . x, complete in each K tile.
     Writes dlog_decay [B, T, HV, K]; dq, dk, de [B, T, H, K], or with grouped heads partial
@@ -60,7 +60,7 @@ def channel_gradients_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
     RECOVER_DU: tl.constexpr = DELTA and WRITE and not STORED_DU
-    ANY_EARLY: tl.constexpr = READ_EARLY or (DELTA and ERASE_EARLY)
+    ANY_EARLY: tl.constexpr = READ_BEFORE or (DELTA and ERASE_PREVIOUS)
     pid = tl.program_id(0)
     tile = pid % NK
     hv = pid // NK % HV
@@ -93,7 +93,7 @@ def channel_gradients_kernel(
             in_v = vs < V
             do_tile = load_rows(do + value_offset, i, vs, in_time, in_v, HV * V).to(dtype)
             if DELTA:
-                x = load_rows(xs + scratch_value_offset, i, vs, i < C, in_v, HV * V)
+                x = load_rows(v_new + scratch_value_offset, i, vs, i < C, in_v, HV * V)
             else:
                 x = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V)
                 if WRITE:
@@ -122,7 +122,7 @@ def channel_gradients_kernel(
         decay_early = decay
         if ANY_EARLY:
             decay_early = tl.exp2(sum_selected(i[:, None] > i[None, :], g, EXACT))
-        dq_tile *= (decay_early if READ_EARLY else decay) * scale
+        dq_tile *= (decay_early if READ_BEFORE else decay) * scale
         dk_tile *= tl.exp2(sum_selected(i[:, None] < i[None, :], g, EXACT))
         state_product = tl.exp2(tl.sum(g, 0)) * S_dot_dS + tl.sum(k_tile * dk_tile, 0)
         dP *= scale
@@ -142,7 +142,7 @@ def channel_gradients_kernel(
                 dwrite = tl.sum(tl.where(i[:, None] == i[None, :], dA, 0.0), 1)
                 dA /= clamp_away_from_zero(erase, MIN_BETA)[:, None]
                 dy_tile /= clamp_away_from_zero(erase, MIN_BETA)[:, None]
-            dy_tile *= -(decay_early if ERASE_EARLY else decay)
+            dy_tile *= -(decay_early if ERASE_PREVIOUS else decay)
         for level in tl.range(0, levels_of(C), num_stages=1):
             upper = is_upper(i, level)[:, None]
             pairs = level_pairs(i, level)
@@ -153,23 +153,23 @@ def channel_gradients_kernel(
             to_boundary = tl.where(upper, 0.0, late)
             k_level = (k_tile * to_boundary).to(dtype)
             dP_level = tl.where(pairs, dP, 0.0).to(dtype)
-            read = tl.where(upper, early if READ_EARLY else late, 0.0)
+            read = tl.where(upper, early if READ_BEFORE else late, 0.0)
             dq_tile += read * tl.dot(dP_level, k_level, input_precision=PREC)
             dk_level = tl.dot(tl.trans(dP_level), (q_tile * read).to(dtype), input_precision=PREC)
             if DELTA:
                 dA_level = tl.where(pairs, -dA, 0.0).to(dtype)
-                erased = tl.where(upper, early if ERASE_EARLY else late, 0.0)
+                erased = tl.where(upper, early if ERASE_PREVIOUS else late, 0.0)
                 dy_tile += erased * tl.dot(dA_level, k_level, input_precision=PREC)
                 dk_level = tl.dot(tl.trans(dA_level), (y_tile * erased).to(dtype), dk_level, input_precision=PREC)
             dk_tile += to_boundary * dk_level
         late_terms = -k_tile * dk_tile
         early_terms = tl.zeros([C, BK], tl.float32)
-        if READ_EARLY:
+        if READ_BEFORE:
             early_terms += q_tile * dq_tile
         else:
             late_terms += q_tile * dq_tile
         if DELTA:
-            if ERASE_EARLY:
+            if ERASE_PREVIOUS:
                 early_terms += y_tile * dy_tile
             else:
                 late_terms += y_tile * dy_tile
@@ -179,7 +179,7 @@ def channel_gradients_kernel(
         if not HAS_STATE:  # the first decay of a sequence scales nothing
             dg = tl.where((c * C + i > 0)[:, None], dg, 0.0)
         store_rows(dlog_decay + value_head_offset, dg, i, ks, in_time, in_k, HV * K)
-        if not READ_EARLY:
+        if not READ_BEFORE:
             dq_tile += read_diagonal[:, None] * k_tile
             dk_tile += read_diagonal[:, None] * q_tile
         gate_row = dgates + (tl.cast(tile, tl.int64) * slots * HV + tl.cast(slot, tl.int64) * HV + hv) * 3 * C

@@ -32,12 +32,12 @@ from deltazoo.backends.triton.kernels.layout import WEAK, load_rows, locate_scra
 @triton.jit
 def add_pair_gradients(
     dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, level,
-    WHOLE: tl.constexpr, READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    WHOLE: tl.constexpr, READ_BEFORE: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the pairs of a level, or with WHOLE of all pairs, to dq, de, dk and dm."""
     dtype: tl.constexpr = dP.dtype
     late, early, write, pairs = pair_factors(g, G, middle, level, WHOLE, dP.shape[0], EXACT)
-    read = early if READ_EARLY else late
+    read = early if READ_BEFORE else late
     if not WHOLE:
         dP = tl.where(pairs, dP, 0.0)
         dR = tl.where(pairs, dR, 0.0)
@@ -60,10 +60,10 @@ def add_pair_gradients(
 
 @triton.jit
 def chunk_gradients(
-    q, k, e, v_key, v, log_decay, do, states, dstates, xs, du, dq, dk, de, dv_key, dlog_decay, scale,
+    q, k, e, v_key, v, log_decay, do, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, scale,
     start, length, c, scratch_slot, hv, tile,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    READ_EARLY: tl.constexpr, HAS_STATE: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    READ_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     MARKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of chunk c of a sequence, for one head and tile of keys."""
@@ -89,7 +89,7 @@ def chunk_gradients(
         in_v = vs < V
         do_tile = load_rows(do + value, i, vs, in_time, in_v, HV * V).to(dtype)
         v_T = tl.trans(load_rows(v + value, i, vs, in_time, in_v, HV * V).to(dtype))
-        x_T = tl.trans(load_rows(xs + scratch_value, i, vs, i < C, in_v, HV * V))
+        x_T = tl.trans(load_rows(v_new + scratch_value, i, vs, i < C, in_v, HV * V))
         du_tile = load_rows(du + scratch_value, i, vs, i < C, in_v, HV * V)
         dP = tl.dot(do_tile, x_T, dP, input_precision=PREC)
         dR = tl.dot(do_tile, v_T, dR, input_precision=PREC)
@@ -118,7 +118,7 @@ def chunk_gradients(
         dS = load_rows(dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
         do_tile = load_rows(do + value, i, vs, in_time, in_v, HV * V).to(dtype)
         v_tile = load_rows(v + value, i, vs, in_time, in_v, HV * V).to(dtype)
-        x = load_rows(xs + scratch_value, i, vs, i < C, in_v, HV * V)
+        x = load_rows(v_new + scratch_value, i, vs, i < C, in_v, HV * V)
         du_tile = load_rows(du + scratch_value, i, vs, i < C, in_v, HV * V)
         dq_tile = tl.dot(do_tile, S, dq_tile, input_precision=PREC)
         de_tile = tl.dot(du_tile, S, de_tile, input_precision=PREC)
@@ -130,7 +130,7 @@ def chunk_gradients(
         q + head, k + head, e + head, v_key + head, log_decay + head, i, ks, in_time, in_k, HV * K, EXACT
     )  # fmt: skip
     is_weak, middle = is_weak_decay(G, C, BOUND)
-    dq_tile *= tl.exp2(G - g if READ_EARLY else G) * scale
+    dq_tile *= tl.exp2(G - g if READ_BEFORE else G) * scale
     de_tile *= tl.exp2(G - g)
     dk_tile *= to_end
     dm_tile *= to_end
@@ -140,13 +140,13 @@ def chunk_gradients(
     if is_weak and not MARKED:
         dq_tile, de_tile, dk_tile, dm_tile = add_pair_gradients(
             dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True,
-            READ_EARLY, EXACT, PREC,
+            READ_BEFORE, EXACT, PREC,
         )  # fmt: skip
     else:
         for level in tl.range(0, levels_of(C), num_stages=1):
             dq_tile, de_tile, dk_tile, dm_tile = add_pair_gradients(
                 dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle,
-                level, False, READ_EARLY, EXACT, PREC,
+                level, False, READ_BEFORE, EXACT, PREC,
             )  # fmt: skip
     q_tile = q_tile.to(tl.float32)
     k_tile = k_tile.to(tl.float32)
@@ -154,7 +154,7 @@ def chunk_gradients(
     m_tile = m_tile.to(tl.float32)
     late_terms = -k_tile * dk_tile - m_tile * dm_tile
     early_terms = e_tile * de_tile
-    if READ_EARLY:
+    if READ_BEFORE:
         early_terms += q_tile * dq_tile
     else:
         late_terms += q_tile * dq_tile
@@ -162,7 +162,7 @@ def chunk_gradients(
     if not HAS_STATE:  # the first decay of a sequence scales nothing
         dg = tl.where((c * C + i > 0)[:, None], dg, 0.0)
     store_rows(dlog_decay + head, dg, i, ks, in_time, in_k, HV * K)
-    if not READ_EARLY:
+    if not READ_BEFORE:
         dq_tile += dP_diagonal[:, None] * k_tile + dR_diagonal[:, None] * m_tile
         dk_tile += dP_diagonal[:, None] * q_tile
         dm_tile += dR_diagonal[:, None] * q_tile
@@ -174,10 +174,10 @@ def chunk_gradients(
 
 @triton.jit(do_not_specialize=["N", "T", "window", "windows"])
 def pair_gradients_kernel(
-    q, k, e, v_key, v, log_decay, do, gates, states, dstates, xs, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale,
+    q, k, e, v_key, v, log_decay, do, gates, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale,
     T, window, windows,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    READ_EARLY: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
+    READ_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
     EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the operands of DPLR chunks.
@@ -185,7 +185,7 @@ def pair_gradients_kernel(
     Grid: scratch slot, block of HEADS heads, K tile. For each head a program computes [C, BK] of the gradients. MARKED:
     it computes only the chunks that hopper/pair_prepare.py has marked in gates.
 
-    Reads states, dstates [scratch slot, HV, V, K]; xs (x of each chunk), du [scratch slot, C, HV, V]; the operands and
+    Reads states, dstates [scratch slot, HV, V, K]; v_new (x of each chunk), du [scratch slot, C, HV, V]; the operands and
     do. Writes dq, dk, de, dv_key (dm), dlog_decay [B, T, HV, K].
     """
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -201,7 +201,7 @@ def pair_gradients_kernel(
     for hv in tl.range(first, last, num_stages=1):
         if is_marked(gates, tl.cast(slot, tl.int64) * HV + hv, K, C, MARKED):
             chunk_gradients(
-                q, k, e, v_key, v, log_decay, do, states, dstates, xs, du, dq, dk, de, dv_key, dlog_decay, scale, start,
-                length, c, scratch_slot, hv, tile, HV, K, V, C, BK, BV, READ_EARLY, HAS_STATE, EXACT, PREC, STAGES,
+                q, k, e, v_key, v, log_decay, do, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, scale, start,
+                length, c, scratch_slot, hv, tile, HV, K, V, C, BK, BV, READ_BEFORE, HAS_STATE, EXACT, PREC, STAGES,
                 MARKED,
             )  # fmt: skip

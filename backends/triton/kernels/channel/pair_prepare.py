@@ -42,7 +42,7 @@ def round_operand(x, EXACT: tl.constexpr):
 @triton.jit
 def add_pairs(
     A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, level,
-    WHOLE: tl.constexpr, READ_EARLY: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
+    WHOLE: tl.constexpr, READ_BEFORE: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Add the pairs of a level, or with WHOLE all pairs, to A, B, P and R."""
     late, early, write, pairs = pair_factors(g, G, middle, level, WHOLE, A.shape[0], EXACT)
@@ -51,7 +51,7 @@ def add_pairs(
     e_level = round_operand(e_tile.to(tl.float32) * early, EXACT)
     A += tl.where(pairs, tl.dot(e_level, k_level, input_precision=PREC), 0.0)
     B += tl.where(pairs, tl.dot(e_level, m_level, input_precision=PREC), 0.0)
-    q_level = round_operand(q_tile.to(tl.float32) * (early if READ_EARLY else late), EXACT)
+    q_level = round_operand(q_tile.to(tl.float32) * (early if READ_BEFORE else late), EXACT)
     P += tl.where(pairs, tl.dot(q_level, k_level, input_precision=PREC), 0.0)
     R += tl.where(pairs, tl.dot(q_level, m_level, input_precision=PREC), 0.0)
     return A, B, P, R
@@ -59,8 +59,8 @@ def add_pairs(
 
 @triton.jit
 def prepare_chunk(
-    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, tiles, N, T, scale, start, length, t0, chunk, hv,
-    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ_EARLY: tl.constexpr,
+    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, N, T, scale, start, length, t0, chunk, hv,
+    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ_BEFORE: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
     MARKED: tl.constexpr,
 ):  # fmt: skip
@@ -84,25 +84,25 @@ def prepare_chunk(
         )  # fmt: skip
         is_weak, middle = is_weak_decay(G, C, WEAK)
         tl.store(gate_row + ks, tl.exp2(tl.sum(g, 0)), mask=in_k)
-        at = tiles + head
+        at = scaled + head
         store_rows(
-            at, q_tile.to(tl.float32) * scale * tl.exp2(G - g if READ_EARLY else G), i, ks, in_time, in_k, HV * K
+            at, q_tile.to(tl.float32) * scale * tl.exp2(G - g if READ_BEFORE else G), i, ks, in_time, in_k, HV * K
         )
         store_rows(at + tile_size, k_tile * to_end, i, ks, in_time, in_k, HV * K)
         store_rows(at + 2 * tile_size, e_tile * tl.exp2(G - g), i, ks, in_time, in_k, HV * K)
         store_rows(at + 3 * tile_size, m_tile * to_end, i, ks, in_time, in_k, HV * K)
-        if not READ_EARLY:
+        if not READ_BEFORE:
             q_float32 = q_tile.to(tl.float32)
             P += tl.where(diagonal, tl.sum(q_float32 * k_tile.to(tl.float32), 1)[:, None], 0.0)
             R += tl.where(diagonal, tl.sum(q_float32 * m_tile.to(tl.float32), 1)[:, None], 0.0)
         if is_weak and not MARKED:
             A, B, P, R = add_pairs(
-                A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True, READ_EARLY, EXACT, PREC
+                A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True, READ_BEFORE, EXACT, PREC
             )
         else:
             for level in tl.range(0, levels_of(C), num_stages=1):
                 A, B, P, R = add_pairs(
-                    A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, level, False, READ_EARLY, EXACT, PREC
+                    A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, level, False, READ_BEFORE, EXACT, PREC
                 )
     P *= scale
     R *= scale
@@ -115,8 +115,8 @@ def prepare_chunk(
 
 @triton.jit(do_not_specialize=["N", "T"])
 def pair_prepare_kernel(
-    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
-    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ_EARLY: tl.constexpr,
+    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
+    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ_BEFORE: tl.constexpr,
     PACKED: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, MARKED: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def pair_prepare_kernel(
     in gates.
 
     Reads q, k, e, v_key, log_decay [B, T, HV, K].
-    Writes tiles [4, B, T, HV, K] = Q, W, E, M; gates [slots, HV, K + C], of which 2^Gend per channel; wy_tiles
+    Writes scaled [4, B, T, HV, K] = Q, W, E, M; gates [slots, HV, K + C], of which 2^Gend per channel; wy_tiles
     [slots, HV, 2, C, C + 8] = T with P and B with R, each as in ../wy_tiles.py; decay_bounds [slots, HV] = 0.
     """
     BLOCKS: tl.constexpr = (HV + HEADS - 1) // HEADS
@@ -140,6 +140,6 @@ def pair_prepare_kernel(
         chunk = tl.cast(slot, tl.int64) * HV + hv
         if is_marked(gates, chunk, K, C, MARKED):
             prepare_chunk(
-                q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, tiles, N, T, scale, start, length, t0, chunk,
-                hv, HV, K, C, BK, READ_EARLY, PACKED, OPERAND, PREC, PREC_INVERSE, BLOCK, MARKED,
+                q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, N, T, scale, start, length, t0, chunk,
+                hv, HV, K, C, BK, READ_BEFORE, PACKED, OPERAND, PREC, PREC_INVERSE, BLOCK, MARKED,
             )  # fmt: skip

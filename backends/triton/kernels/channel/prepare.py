@@ -30,10 +30,10 @@ from deltazoo.backends.triton.kernels.wy_tiles import store_wy_tiles
 
 @triton.jit(do_not_specialize=["N", "T"])
 def channel_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE_CHANNELS: tl.constexpr, ERASE: tl.constexpr,
-    WRITE: tl.constexpr, ERASE_EARLY: tl.constexpr, READ_EARLY: tl.constexpr, PACKED: tl.constexpr,
+    WRITE: tl.constexpr, ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr,
     OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Prepare the chunks of an update with a decay per channel.
@@ -41,7 +41,7 @@ def channel_prepare_kernel(
     Grid: chunk slot, value head. Each program loops over tiles of BK keys.
 
     Reads q, k, e [B, T, H, K], with ERASE_CHANNELS the erase key is e k; log_decay [B, T, HV, K]; b, w [B, T, HV].
-    Writes tiles [2 or 3, B, T, HV, K] = Q, W and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
+    Writes scaled [2 or 3, B, T, HV, K] = Q, W and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
     [slots, HV, 1, C, C + 8], T and P (T = 0 without an erase term); decay_bounds [slots, HV] = 0.
     """
     pid = tl.program_id(0)
@@ -74,12 +74,12 @@ def channel_prepare_kernel(
             q_tile = load_rows(q + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32) * scale
             G = sum_selected(i[:, None] >= i[None, :], g, EXACT)
             G_before = G
-            if READ_EARLY or (DELTA and ERASE_EARLY):
+            if READ_BEFORE or (DELTA and ERASE_PREVIOUS):
                 G_before = sum_selected(i[:, None] > i[None, :], g, EXACT)
             G_to_end = sum_selected(i[:, None] < i[None, :], g, EXACT)
             tl.store(gate_row + ks, tl.exp2(tl.sum(g, 0)), mask=in_k)
-            at = tiles + value_head_offset
-            Q = q_tile * tl.exp2(G_before if READ_EARLY else G)
+            at = scaled + value_head_offset
+            Q = q_tile * tl.exp2(G_before if READ_BEFORE else G)
             store_rows(at, Q, i, ks, in_time, in_k, HV * K)
             store_rows(at + tile_size, k_tile * tl.exp2(G_to_end), i, ks, in_time, in_k, HV * K)
             if DELTA:
@@ -90,10 +90,10 @@ def channel_prepare_kernel(
                         e_tile *= k_tile
                 if ERASE:
                     e_tile *= erase[:, None]
-                E = e_tile * tl.exp2(G_before if ERASE_EARLY else G)
+                E = e_tile * tl.exp2(G_before if ERASE_PREVIOUS else G)
                 store_rows(at + 2 * tile_size, E, i, ks, in_time, in_k, HV * K)
                 e_tile, e_scales = scale_rows(e_tile, tl.float32, SCALED)
-            if not READ_EARLY:
+            if not READ_BEFORE:
                 P += tl.where(i[:, None] == i[None, :], tl.sum(q_tile * k_tile, 1)[:, None], 0.0)
             k_tile, k_scales = scale_rows(k_tile, tl.float32, SCALED)
             q_tile, q_scales = scale_rows(q_tile, tl.float32, SCALED)
@@ -102,14 +102,14 @@ def channel_prepare_kernel(
                 in_block = same_block(i, level)
                 late = level_factors(g, i, level, False, EXACT)
                 early = late
-                if READ_EARLY or (DELTA and ERASE_EARLY):
+                if READ_BEFORE or (DELTA and ERASE_PREVIOUS):
                     early = level_factors(g, i, level, True, EXACT)
                 k_level = tl.trans(tl.where(upper, 0.0, k_tile * late).to(OPERAND))
-                q_level = tl.where(upper, q_tile * (early if READ_EARLY else late), 0.0).to(OPERAND)
+                q_level = tl.where(upper, q_tile * (early if READ_BEFORE else late), 0.0).to(OPERAND)
                 products = tl.dot(q_level, k_level, input_precision=PREC)
                 P += tl.where(in_block, products * q_scales[:, None] * k_scales[None, :], 0.0)
                 if DELTA:
-                    e_level = tl.where(upper, e_tile * (early if ERASE_EARLY else late), 0.0).to(OPERAND)
+                    e_level = tl.where(upper, e_tile * (early if ERASE_PREVIOUS else late), 0.0).to(OPERAND)
                     products = tl.dot(e_level, k_level, input_precision=PREC)
                     A += tl.where(in_block, products * e_scales[:, None] * k_scales[None, :], 0.0)
         if DELTA:

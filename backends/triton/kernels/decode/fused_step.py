@@ -53,8 +53,8 @@ class StepTraits(NamedTuple):
     ERASE_FACTOR: float  # erase strength = ERASE_FACTOR beta, write strength = WRITE_FACTOR beta
     WRITE_FACTOR: float
     FEEDBACK: bool  # the erase strength is multiplied by sigmoid(feedback), and q - correction k is read
-    ERASE_EARLY: bool
-    READ_EARLY: bool
+    ERASE_PREVIOUS: bool
+    READ_BEFORE: bool
     SKIP: bool
     NORM: str  # output norm: "", "rms" or "layer"
     NORM_PER_HEAD: bool  # the norm's weights are [HV V] instead of [V]
@@ -270,7 +270,7 @@ def fused_step_kernel(
         S = ahead
         if i + 1 < TILES:
             ahead = tl.load(at + (vs + BV)[None, :], mask=in_k[:, None] & (vs + BV < V)[None, :], other=0.0)
-        if traits.READ_EARLY:
+        if traits.READ_BEFORE:
             out = tl.sum(S * q[:, None], 0)
         for m in tl.static_range(STEPS):
             channel = (1 + STEPS) * H * K + (m * HV + hv) * V + vs
@@ -279,10 +279,10 @@ def fused_step_kernel(
             if traits.SCALE_V_BY_DT:
                 u *= dt
             S, _ = micro_step(
-                S, keys[m], erases[m], u, decay_factor, traits.DECAY and m == 0, traits.DELTA, traits.ERASE_EARLY
+                S, keys[m], erases[m], u, decay_factor, traits.DECAY and m == 0, traits.DELTA, traits.ERASE_PREVIOUS
             )
         tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])
-        if not traits.READ_EARLY:
+        if not traits.READ_BEFORE:
             out = tl.sum(S * q[:, None], 0)
         out *= scale
         if traits.SKIP:

@@ -50,11 +50,11 @@ def verify_kernel(
     Grid: row, value head, V tile. Each program keeps S [K, BV] of its row in registers.
 
     Reads what decode_kernel reads, with an axis of `tokens` after B, and states [pool_rows, HV, K, V].
-    Writes o [B, tokens, HV, V] and values [B, tokens, WRITES, HV, V], with WRITES = 2 with PAIR, else STEPS.
+    Writes o [B, tokens, HV, V] and values [B, tokens, WRITES, HV, V], with WRITES = 2 with DPLR, else STEPS.
 
     A slot outside the pool (-1, say) accesses no state, and its output is zero.
     """
-    WRITES: tl.constexpr = 2 if traits.PAIR else traits.STEPS
+    WRITES: tl.constexpr = 2 if traits.DPLR else traits.STEPS
     row, hv, ks, vs, in_k, in_v, at, in_state, in_pool = locate(states, slots, pool_rows, traits)
     S = tl.load(at, mask=in_state, other=0.0)
     first = row * tokens

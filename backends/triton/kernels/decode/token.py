@@ -2,7 +2,7 @@
 
     S_t = D_t S_{t-1} + sum_m k_tm x_tm^T       x_tm = w_tm v_tm - R^T (b_tm e_tm), with R as in `micro_step`
     dplr:  S_t = D_t S_{t-1} + b_t (a_t^T S_{t-1}) + k_t (w_t v_t)^T, two writes: b with x = a^T S_{t-1}, k with w v
-    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t with READ_EARLY
+    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t with READ_BEFORE
 
 H key heads, HV value heads, K key width, V value width; a tile has BK keys (all) and BV values
 """
@@ -25,18 +25,18 @@ class TokenTraits(NamedTuple):
     V: int
     BK: int
     BV: int
-    STEPS: int  # micro-steps: keys and values of a token; 1 with PAIR
+    STEPS: int  # micro-steps: keys and values of a token; 1 with DPLR
     DECAY: str  # "none", "head" [.., HV] or "channel" [.., HV, K]
     FIXED: bool  # the decay has no token axis
-    DELTA: bool  # erases with e; not with PAIR
-    PAIR: bool  # dplr: erases with a and writes with b
+    DELTA: bool  # erases with e; not with DPLR
+    DPLR: bool  # dplr: erases with a and writes with b
     ERASE_KEY: bool  # e is an operand; else k
     STRENGTH: str  # of erase and write: "none", "head" [.., HV], "separate" two of these, "channel" [.., HV, K or V]
     ERASE_FACTOR: float  # of the erase strength
     WRITE_FACTOR: float
     REPARAM: str  # "none", "efla" or "longhorn"
-    ERASE_EARLY: bool
-    READ_EARLY: bool
+    ERASE_PREVIOUS: bool
+    READ_BEFORE: bool
     SLOTS: bool
 
 
@@ -101,7 +101,7 @@ def load_token(
             writes = writes + (tl.load(write + (step * HV + hv) * V + vs, mask=in_v, other=0.0),)
             if traits.DELTA:
                 erases = erases + (tl.load(erase + (step * HV + hv) * K + ks, mask=in_k, other=0.0),)
-    if traits.PAIR:
+    if traits.DPLR:
         at = (token * HV + hv) * K + ks
         pair = (tl.load(a + at, mask=in_k, other=0.0), tl.load(b + at, mask=in_k, other=0.0))
     return q_k, g, keys, erase_keys, values, erases, writes, pair
@@ -118,7 +118,7 @@ def update_token(S, operands, traits: tl.constexpr):
     q, log_decay, keys, erase_keys, values, erases, writes, pair = operands
     q = q.to(tl.float32)
     decay = decay_of(log_decay, traits)
-    if traits.READ_EARLY:
+    if traits.READ_BEFORE:
         out = tl.sum(S * q[:, None], 0)
     written = ()
     for m in tl.static_range(STEPS):
@@ -138,7 +138,7 @@ def update_token(S, operands, traits: tl.constexpr):
             e *= shrink
             u *= shrink
         u *= factor * traits.WRITE_FACTOR
-        if traits.PAIR:
+        if traits.DPLR:
             x = tl.sum(S * pair[0].to(tl.float32)[:, None], 0)
             if DECAYS:
                 S *= decay
@@ -146,10 +146,10 @@ def update_token(S, operands, traits: tl.constexpr):
             written = (x, u)
         else:
             S, x = micro_step(
-                S, k, e * traits.ERASE_FACTOR, u, decay, DECAYS and m == 0, traits.DELTA, traits.ERASE_EARLY
+                S, k, e * traits.ERASE_FACTOR, u, decay, DECAYS and m == 0, traits.DELTA, traits.ERASE_PREVIOUS
             )
             written = written + (x,)
-    if not traits.READ_EARLY:
+    if not traits.READ_BEFORE:
         out = tl.sum(S * q[:, None], 0)
     return S, out, written
 
@@ -159,7 +159,7 @@ def load_write(k, log_decay, b, values, token, hv, ks, vs, in_k, in_v, traits: t
     """Load what `write_token` takes: the log decay, and tuples of keys and written values [.., WRITES, HV, V]."""
     HV: tl.constexpr = traits.HV
     K: tl.constexpr = traits.K
-    WRITES: tl.constexpr = 2 if traits.PAIR else traits.STEPS
+    WRITES: tl.constexpr = 2 if traits.DPLR else traits.STEPS
     h = hv // (HV // traits.H)
     g = load_log_decay(log_decay, token, hv, ks, in_k, traits)
     keys = ()
@@ -167,10 +167,10 @@ def load_write(k, log_decay, b, values, token, hv, ks, vs, in_k, in_v, traits: t
     for m in tl.static_range(WRITES):
         at = values + ((token * WRITES + m) * HV + hv) * traits.V + vs
         written = written + (tl.load(at, mask=in_v, other=0.0),)
-        if traits.PAIR and m == 0:
+        if traits.DPLR and m == 0:
             keys = keys + (tl.load(b + (token * HV + hv) * K + ks, mask=in_k, other=0.0),)
         else:
-            step = token if traits.PAIR else token * WRITES + m
+            step = token if traits.DPLR else token * WRITES + m
             keys = keys + (tl.load(k + (step * traits.H + h) * K + ks, mask=in_k, other=0.0),)
     return g, keys, written
 
@@ -178,7 +178,7 @@ def load_write(k, log_decay, b, values, token, hv, ks, vs, in_k, in_v, traits: t
 @triton.jit
 def write_token(S, operands, traits: tl.constexpr):
     """Return the state after a token whose written values are known, as `update_token` does."""
-    WRITES: tl.constexpr = 2 if traits.PAIR else traits.STEPS
+    WRITES: tl.constexpr = 2 if traits.DPLR else traits.STEPS
     log_decay, keys, written = operands
     if traits.DECAY != "none":
         S *= decay_of(log_decay, traits)

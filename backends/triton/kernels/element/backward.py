@@ -1,14 +1,14 @@
 """Backward of an elementwise recurrence, token by token in reverse.
 
-    dS_t += scale q_t d_o_t^T            (READ_EARLY: of the state before the token instead)
-    d_q_t = scale sum of S_t * d_o_t over values and channels    (READ_EARLY: S_{t-1})
+    dS_t += scale q_t d_o_t^T            (READ_BEFORE: of the state before the token instead)
+    d_q_t = scale sum of S_t * d_o_t over values and channels    (READ_BEFORE: S_{t-1})
     d_k_t = sum of dS_t * v_t over values and channels,    d_v_t = dS_t^T k_t
     d_log_decay_t = sum over values of dS_t * P_t  with  P_t = d_t * S_{t-1}
     dS_{t-1} = d_t * dS_t
 
 d_step_t = sum over keys of rate * d_log_decay_t, and d_rate = sum over tokens of step_t * d_log_decay_t.
 
-A sequence is divided into intervals of EVERY tokens, each of which starts at a checkpoint, and an interval into groups
+A sequence is divided into intervals of CHECKPOINT_TOKENS tokens, each of which starts at a checkpoint, and an interval into groups
 of GROUP tokens. For each interval, the last one first, the kernel recomputes the states before all groups and keeps
 them in registers. For each group, the last one first, it recomputes the terms P_t of the group's tokens, and runs the
 reverse scan over them. The tokens after the last whole interval are processed one by one; the state before each is
@@ -86,10 +86,10 @@ def element_reverse_kernel(
         for i in tl.static_range(GROUP - 1, -1, -1):
             read = qs[i].to(tl.float32) * (d_os[i].to(tl.float32) * scale)
             l = log2_decay(decays[i], rates, traits)
-            if not traits.READ_EARLY:
+            if not traits.READ_BEFORE:
                 dS += read
             dS = decay_state(dS, l, traits)
-            if traits.READ_EARLY:
+            if traits.READ_BEFORE:
                 dS += read
     ends_at = tile_at(
         ends + tl.cast(sequence * segments + segment, tl.int64) * SIZE,
@@ -163,7 +163,7 @@ def reverse_group(
         P = factor * S
         read = S
         S = tl.fma(ks[i].to(tl.float32), vs[i].to(tl.float32), P)
-        if not traits.READ_EARLY:
+        if not traits.READ_BEFORE:
             read = S
         factors = factors + (factor,)
         Ps = Ps + (P,)
@@ -175,7 +175,7 @@ def reverse_group(
     for i in tl.static_range(GROUP - 1, -1, -1):
         v_i = vs[i].to(tl.float32)
         read = qs[i].to(tl.float32) * (d_os[i].to(tl.float32) * scale)
-        if not traits.READ_EARLY:
+        if not traits.READ_BEFORE:
             dS += read
         if traits.KEY_GRADIENTS:
             d_ks = (tl.sum(dS * v_i, 1, keep_dims=True),) + d_ks
@@ -193,7 +193,7 @@ def reverse_group(
             else:
                 d_rates += d_log * decays[i]
         dS = factors[i] * dS
-        if traits.READ_EARLY:
+        if traits.READ_BEFORE:
             dS += read
     prefetched_d_os = load_values(d_o, prefetch_t, vi, hv, in_values, in_channels, traits)
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
@@ -225,7 +225,7 @@ def reverse_interval(
     S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, pending_scratch, scale,
     t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of EVERY tokens from t on: the states before all groups, then the groups in reverse.
+    """Compute the gradients of CHECKPOINT_TOKENS tokens from t on: the states before all groups, then the groups in reverse.
 
     S: the state before the tokens. scratch: where the warps store their partial d_q and d_k of these tokens.
     pending_scratch: those of the next interval, which the kernel has processed before; `sum_warps` adds them up while
@@ -234,7 +234,7 @@ def reverse_interval(
     Returns: dS before the tokens; d_rates.
     """
     GROUP: tl.constexpr = traits.GROUP
-    GROUPS: tl.constexpr = traits.EVERY // traits.GROUP
+    GROUPS: tl.constexpr = traits.CHECKPOINT_TOKENS // traits.GROUP
     d_os = load_values(d_o, t + (GROUPS - 1) * GROUP, vi, hv, in_values, in_channels, traits)
     next_d_os = load_values(d_o, t + max(GROUPS - 2, 0) * GROUP, vi, hv, in_values, in_channels, traits)
     writes = ()
@@ -245,7 +245,7 @@ def reverse_interval(
         writes = writes + (group_writes,)
     if traits.KEY_GRADIENTS and traits.SHARED:
         tl.debug_barrier()
-        sum_warps(pending_scratch, d_q, d_k, t + traits.EVERY, stop, rows, block, h, traits)
+        sum_warps(pending_scratch, d_q, d_k, t + traits.CHECKPOINT_TOKENS, stop, rows, block, h, traits)
     states = (S,)
     for i in tl.static_range(GROUPS - 1):
         S = advance_group(S, writes[i], rates, traits)
@@ -282,16 +282,16 @@ def element_backward_kernel(
     [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the gradient of the rate
     or the fixed decay from the tokens of each segment. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows,
     H, K] from the channels of each block, where rows = B T; else [B, T, HV, K] from each channel.
-    scratch: [programs, 2 halves, W, EVERY / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and KEY_GRADIENTS.
+    scratch: [programs, 2 halves, W, CHECKPOINT_TOKENS / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and KEY_GRADIENTS.
     Intervals use the halves alternately: one is written while the other is summed.
 
-    traits describes whole groups and intervals, token_traits single tokens (EVERY = GROUP = 1).
+    traits describes whole groups and intervals, token_traits single tokens (CHECKPOINT_TOKENS = GROUP = 1).
     """
     n, vi, hv, h, in_keys, in_values, in_channels, block = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
-    SCRATCH: tl.constexpr = traits.W * traits.EVERY * 2 * traits.RN * traits.TN
+    SCRATCH: tl.constexpr = traits.W * traits.CHECKPOINT_TOKENS * 2 * traits.RN * traits.TN
     in_rows = slot_offset(hv, n, vi, traits)
     dS = empty_state(traits)
     segment_row = tl.cast(sequence * segments + segment, tl.int64)
@@ -304,10 +304,13 @@ def element_backward_kernel(
     d_rates = tl.sum(empty_state(traits), 1, keep_dims=True)
     if scratch is not None:
         scratch += tl.cast(tl.program_id(0), tl.int64) * (2 * SCRATCH)
-    intervals = (last - first) // traits.EVERY
-    stop = first + intervals * traits.EVERY
+    intervals = (last - first) // traits.CHECKPOINT_TOKENS
+    stop = first + intervals * traits.CHECKPOINT_TOKENS
     checkpoint_at = tile_at(
-        checkpoints + tl.cast(slot + (stop - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
+        checkpoints + tl.cast(slot + (stop - start) // traits.CHECKPOINT_TOKENS, tl.int64) * SIZE,
+        in_rows,
+        2,
+        traits.CHANNELS,
     )
     for i in range(last - stop):
         # the tokens after the last whole interval, one by one, so that the loop for intervals needs no masks
@@ -328,20 +331,23 @@ def element_backward_kernel(
             sum_warps(scratch, d_q, d_k, t, last, rows, block, h, token_traits)
             tl.debug_barrier()
     for interval in range(intervals):
-        t = stop - (interval + 1) * traits.EVERY
+        t = stop - (interval + 1) * traits.CHECKPOINT_TOKENS
         checkpoint_at = tile_at(
-            checkpoints + tl.cast(slot + (t - start) // traits.EVERY, tl.int64) * SIZE, in_rows, 2, traits.CHANNELS
+            checkpoints + tl.cast(slot + (t - start) // traits.CHECKPOINT_TOKENS, tl.int64) * SIZE,
+            in_rows,
+            2,
+            traits.CHANNELS,
         )
         S = tl.load(checkpoint_at, mask=in_state, other=0.0)
         if traits.PREFETCH:
-            earlier = tl.maximum(t - traits.EVERY, first)
-            end = earlier + traits.EVERY
-            prefetch_decays(log_decay, step, earlier, end, traits.EVERY, traits)
-            prefetch_values(v, earlier, end, traits.EVERY, traits)
-            prefetch_values(d_o, earlier, end, traits.EVERY, traits)
-            prefetch_shared_keys(k, earlier, end, traits.EVERY, traits)
-            prefetch_shared_keys(q, earlier, end, traits.EVERY, traits)
-            prefetch_checkpoint(checkpoints, slot + (earlier - start) // traits.EVERY, traits)
+            earlier = tl.maximum(t - traits.CHECKPOINT_TOKENS, first)
+            end = earlier + traits.CHECKPOINT_TOKENS
+            prefetch_decays(log_decay, step, earlier, end, traits.CHECKPOINT_TOKENS, traits)
+            prefetch_values(v, earlier, end, traits.CHECKPOINT_TOKENS, traits)
+            prefetch_values(d_o, earlier, end, traits.CHECKPOINT_TOKENS, traits)
+            prefetch_shared_keys(k, earlier, end, traits.CHECKPOINT_TOKENS, traits)
+            prefetch_shared_keys(q, earlier, end, traits.CHECKPOINT_TOKENS, traits)
+            prefetch_checkpoint(checkpoints, slot + (earlier - start) // traits.CHECKPOINT_TOKENS, traits)
         half = scratch
         pending = scratch
         if scratch is not None:

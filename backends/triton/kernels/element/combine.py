@@ -10,7 +10,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["T", "segments"])
 def element_combine_kernel(
     maps, ends, initial, starts, cu, T, segments,
-    HV: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr,
+    HV: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT_TOKENS: tl.constexpr, PACKED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Combine the segments of one sequence in order, with REVERSE the last first. Grid: sequence, block of elements.
@@ -26,7 +26,7 @@ def element_combine_kernel(
     length = T
     if PACKED:
         length = tl.load(cu + sequence + 1) - tl.load(cu + sequence)
-    number = tl.maximum((length + SPLIT - 1) // SPLIT, 1)
+    number = tl.maximum((length + SEGMENT_TOKENS - 1) // SEGMENT_TOKENS, 1)
     S = tl.zeros([BLOCK], tl.float32)
     if initial is not None:
         at = initial + tl.cast(sequence, tl.int64) * SIZE + element % HV * STATE + element // HV

@@ -1,6 +1,6 @@
 """Forward scan of an elementwise recurrence, token by token.
 
-    S_t = d_t * S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t with READ_EARLY
+    S_t = d_t * S_{t-1} + k_t v_t^T,    o_t = scale S_t^T q_t, or scale S_{t-1}^T q_t with READ_BEFORE
 
 d_t = 2^(step_t rate log2 e) or 2^(log_decay_t log2 e), computed for each element of the state. The state stays in
 registers in float32. The operands of GROUP tokens are loaded before the first is used.
@@ -51,7 +51,7 @@ def element_scan_kernel(
 
     With `ends` the segment starts from 0, and the program writes the state at its end and the product of its decays
     (`maps`). Else it starts from `starts`, or without segments from `initial` (None: 0), and writes o, the final state,
-    and, if save is not 0, the state before every EVERY tokens to `checkpoints`.
+    and, if save is not 0, the state before every CHECKPOINT_TOKENS tokens to `checkpoints`.
 
     Shapes: q, k [B, T, H, K]; v, o [B, T, HV, V]; initial, final [N, HV, K, V]; checkpoints [slots, K, V, HV]; starts,
     ends, maps [N segments, K, V, HV]. log_decay, step and rate are as in `load_decay` and `load_rates` (tile.py).
@@ -62,7 +62,7 @@ def element_scan_kernel(
     in_state = in_keys & in_values & in_channels
     SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     GROUP: tl.constexpr = traits.GROUP
-    AHEAD: tl.constexpr = max(traits.GROUP, traits.EVERY)  # tokens that are prefetched together
+    AHEAD: tl.constexpr = max(traits.GROUP, traits.CHECKPOINT_TOKENS)  # tokens that are prefetched together
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
     in_rows = slot_offset(hv, n, vi, traits)
@@ -95,21 +95,21 @@ def element_scan_kernel(
                 prefetch_values(v, later, last, AHEAD, traits)
         outputs = ()
         for i in tl.static_range(GROUP):
-            if i % traits.EVERY == 0:
+            if i % traits.CHECKPOINT_TOKENS == 0:
                 # `save` is no constant, because this branch separates the loads of a group from their uses. Without it
                 # ptxas issues each load just before its use (72 registers instead of 229). Mamba-1 on an H100,
                 # 8 x 4096 tokens, width 4096, N = 16: 3.98 ms without, 1.13 ms for the forward with checkpoints.
-                if (save != 0) & ((t + i - start) % traits.EVERY == 0) & (t + i < last):
-                    saved_row = tl.cast(slot + (t + i - start) // traits.EVERY, tl.int64) * SIZE
+                if (save != 0) & ((t + i - start) % traits.CHECKPOINT_TOKENS == 0) & (t + i < last):
+                    saved_row = tl.cast(slot + (t + i - start) // traits.CHECKPOINT_TOKENS, tl.int64) * SIZE
                     saved_at = tile_at(checkpoints + saved_row, in_rows, 2, traits.CHANNELS)
                     tl.store(saved_at, S, mask=in_state)
-            if ends is None and traits.READ_EARLY:
+            if ends is None and traits.READ_BEFORE:
                 outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
             l = log2_decay(decays[i], rates, traits)
             if ends is not None:
                 total += l
             S = decay_state(S, l, traits) + ks[i].to(tl.float32) * vs[i].to(tl.float32)
-            if ends is None and not traits.READ_EARLY:
+            if ends is None and not traits.READ_BEFORE:
                 outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
         if ends is None:
             for i in tl.static_range(GROUP):

@@ -1,6 +1,6 @@
 """Decode step of an elementwise recurrence: one token per row; the state is read, updated and written once.
 
-S = d * S + k v^T,    o = scale S^T q, or that of the state before the update with READ_EARLY
+S = d * S + k v^T,    o = scale S^T q, or that of the state before the update with READ_BEFORE
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 def element_step_kernel(
     q, k, v, log_decay, step, rate, states, slots, o, scale, pool_rows,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    BC: tl.constexpr, DECAY: tl.constexpr, READ_EARLY: tl.constexpr, SLOTS: tl.constexpr,
+    BC: tl.constexpr, DECAY: tl.constexpr, READ_BEFORE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Update BC channels of one row. Grid: row, block of channels.
 
@@ -41,7 +41,7 @@ def element_step_kernel(
     q_k = tl.load(q + key, mask=in_keys, other=0.0).to(tl.float32)
     k_k = tl.load(k + key, mask=in_keys, other=0.0).to(tl.float32)
     v_v = tl.load(v + (row * HV + hv) * V + vi, mask=in_values, other=0.0).to(tl.float32)
-    if READ_EARLY:
+    if READ_BEFORE:
         out = tl.sum(S * q_k, 1)
     if DECAY == "rate":
         step_h = tl.load(step + row * HV + hv, mask=hv < HV, other=0.0)
@@ -55,7 +55,7 @@ def element_step_kernel(
     elif DECAY == "channel":
         S = tl.exp(tl.load(log_decay + (row * HV + hv) * K + n, mask=in_keys, other=0.0)) * S
     S += k_k * v_v
-    if not READ_EARLY:
+    if not READ_BEFORE:
         out = tl.sum(S * q_k, 1)
     tl.store(at, S, mask=in_state)
     out = tl.expand_dims(out, 1) * scale

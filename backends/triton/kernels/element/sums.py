@@ -98,11 +98,11 @@ def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
     """Store the d_q and d_k of GROUP tokens from the channels of each warp; `sum_warps` adds those of the warps.
 
     d_qs, d_ks: from `fold_lanes` over the lanes along the channels. group: the number of the group in its interval.
-    scratch: [W, EVERY / GROUP, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes store d_q, others d_k.
+    scratch: [W, CHECKPOINT_TOKENS / GROUP, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes store d_q, others d_k.
     """
     KP: tl.constexpr = traits.RN * traits.TN
     TOKENS: tl.constexpr = min(traits.TC, traits.GROUP)
-    SIZE: tl.constexpr = 2 * traits.EVERY * KP
+    SIZE: tl.constexpr = 2 * traits.CHECKPOINT_TOKENS * KP
     rn = tl.arange(0, traits.RN)[:, None, None, None, None, None]
     w = tl.arange(0, traits.W)[None, None, None, :, None, None]
     tn = tl.arange(0, traits.TN)[None, None, None, None, :, None]
@@ -120,12 +120,12 @@ def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
 
 @triton.jit
 def sum_warps(scratch, d_q, d_k, t, last, rows, block, h, traits: tl.constexpr):
-    """Sum the d_q and d_k that the warps stored for EVERY tokens from t on, up to token `last` - 1.
+    """Sum the d_q and d_k that the warps stored for CHECKPOINT_TOKENS tokens from t on, up to token `last` - 1.
 
     Writes the sums of a block of channels to d_q, d_k [blocks, rows, H, K].
     """
     KP: tl.constexpr = traits.RN * traits.TN
-    SIZE: tl.constexpr = 2 * traits.EVERY * KP
+    SIZE: tl.constexpr = 2 * traits.CHECKPOINT_TOKENS * KP
     BATCH: tl.constexpr = min(SIZE, 1024)  # elements per iteration, so that they fit the registers
     VECTOR: tl.constexpr = 4 if traits.K % 4 == 0 else 1
     for batch in range(SIZE // BATCH):

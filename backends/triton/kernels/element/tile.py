@@ -38,10 +38,10 @@ class ElementTraits(NamedTuple):
     BLOCKS: int  # blocks of channels, of all key heads together
     SHARED: bool  # the channels of a program share one key head
     DECAY: str  # none, fixed [HV], fixed_channel [HV, K], head, channel or rate
-    READ_EARLY: bool
+    READ_BEFORE: bool
     PACKED: bool
-    EVERY: int  # tokens between checkpoints; 0: none
-    SPLIT: int  # tokens per segment; 0: the sequence is one segment
+    CHECKPOINT_TOKENS: int  # tokens between checkpoints; 0: none
+    SEGMENT_TOKENS: int  # tokens per segment; 0: the sequence is one segment
     GROUP: int  # tokens whose operands are loaded together; the backward keeps their decayed states in registers
     KEYS: int  # keys of a thread that are contiguous and aligned in an operand [.., K]; 1: no guarantee
     CHANNELS: int  # the same for channels in an operand [.., HV] with V = 1
@@ -113,15 +113,15 @@ def locate_tokens(cu, T, N, segments, traits: tl.constexpr):
     first = start
     last = stop
     is_last = segment == 0
-    if traits.SPLIT > 0:
-        first = tl.minimum(start + segment * traits.SPLIT, stop)
-        last = tl.minimum(first + traits.SPLIT, stop)
+    if traits.SEGMENT_TOKENS > 0:
+        first = tl.minimum(start + segment * traits.SEGMENT_TOKENS, stop)
+        last = tl.minimum(first + traits.SEGMENT_TOKENS, stop)
         is_last = (last == stop) & ((first < stop) | (segment == 0))
     slot = 0
-    if traits.EVERY > 0:
-        slot = sequence * ((T + traits.EVERY - 1) // traits.EVERY)
+    if traits.CHECKPOINT_TOKENS > 0:
+        slot = sequence * ((T + traits.CHECKPOINT_TOKENS - 1) // traits.CHECKPOINT_TOKENS)
         if traits.PACKED:
-            slot = start // traits.EVERY + sequence
+            slot = start // traits.CHECKPOINT_TOKENS + sequence
     return sequence, segment, start, first, last, is_last, slot
 
 

@@ -101,10 +101,10 @@ def multiply_pairs(pairs, rows, LEVEL: gl.constexpr):
 
 @gluon.jit
 def add_level(
-    dq_tile, dk_tile, dP_s, g_hi, g_lo, q_s, k_s, read_s, LEVEL: gl.constexpr, READ_EARLY: gl.constexpr
+    dq_tile, dk_tile, dP_s, g_hi, g_lo, q_s, k_s, read_s, LEVEL: gl.constexpr, READ_BEFORE: gl.constexpr
 ):  # fmt: skip
     """Add the pairs of a level to dq and dk. read_s: a buffer for the scaled rows."""
-    READ: gl.constexpr = "early" if READ_EARLY else "late"
+    READ: gl.constexpr = "early" if READ_BEFORE else "late"
     dtype: gl.constexpr = read_s.dtype
     upper = (((gl.arange(0, 64, ACC_ROWS) >> LEVEL) & 1) != 0)[:, None]
     factors = decays(g_hi, g_lo, READ, LEVEL)
@@ -120,7 +120,7 @@ def hopper_additive_gradients_kernel(
     q, k, v, log_decay, w, do, states, dstates, du, dq, dk, dlog_decay, dgates, partial, cu, N, slots,
     num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-    WRITE: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
+    WRITE: gl.constexpr, READ_BEFORE: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
     IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../channel/gradients.py; channel_gradients.py explains IN_GRADIENTS."""
@@ -229,13 +229,13 @@ def hopper_additive_gradients_kernel(
         dP *= scale  # before it is rounded, for the range of float16
         if WRITE:
             dP *= write_j[None, :]
-        if not READ_EARLY:
+        if not READ_BEFORE:
             read_diagonal = gl.sum(gl.where(t[:, None] == j[None, :], dP, 0.0), 1)
         dP_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         store_symmetric(dP, dP_s, dtype)
         fence_async_shared()
         barrier()
-        dq_tile *= decays(g_hi, g_lo, "before" if READ_EARLY else "upto", 0) * scale
+        dq_tile *= decays(g_hi, g_lo, "before" if READ_BEFORE else "upto", 0) * scale
         to_end = decays(g_hi, g_lo, "after", 0)
         if WRITE:
             to_end *= write[:, None]
@@ -250,23 +250,23 @@ def hopper_additive_gradients_kernel(
         for level in gl.static_range(6):
             for _ in range(0, once):
                 dq_tile, dk_tile = add_level(
-                    dq_tile, dk_tile, dP_s, g_hi, g_lo, q_s, k_s, read_s[level % 2], level, READ_EARLY
+                    dq_tile, dk_tile, dP_s, g_hi, g_lo, q_s, k_s, read_s[level % 2], level, READ_BEFORE
                 )  # fmt: skip
 
         q_tile = to_float32(q_s.load(ACC))
         k_tile = to_float32(k_s.load(ACC))
         q_dq = q_tile * dq_tile
         late_terms = -k_tile * dk_tile
-        if not READ_EARLY:
+        if not READ_BEFORE:
             late_terms += q_dq
         dg = sum_from_token(gl.convert_layout(late_terms, BY_KEY)) + state_product[None, :]
-        if READ_EARLY:
+        if READ_BEFORE:
             early_terms = gl.convert_layout(q_dq, BY_KEY)
             dg += sum_from_token(early_terms) - early_terms
         if not HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where((c * C + i > 0)[:, None], dg, 0.0)
         gl.store(dlog_decay + first_channel + at_token, dg, mask=in_channel)
-        if not READ_EARLY:
+        if not READ_BEFORE:
             dq_tile += read_diagonal[:, None] * k_tile
             dk_tile += read_diagonal[:, None] * q_tile
 

@@ -128,12 +128,12 @@ def store_transposed(base, x, stride: gl.constexpr, rows, columns, MASK_COLUMNS:
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def hopper_channel_gradients_kernel(
-    q, k, e, v, log_decay, b, do, states, dstates, xs, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
+    q, k, e, v, log_decay, b, do, states, dstates, v_new, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
     WRITE: gl.constexpr, STORED_DU: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
     MIN_BETA: gl.constexpr, UNIT: gl.constexpr, IN_GRADIENTS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../channel/gradients.py; the docstring of this file explains IN_GRADIENTS."""
@@ -147,7 +147,7 @@ def hopper_channel_gradients_kernel(
     STATE_STEP: gl.constexpr = 0 if IN_GRADIENTS else 64 * K
     gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
     RECOVER_DU: gl.constexpr = WRITE and not STORED_DU  # du holds dv = b du
-    ANY_EARLY: gl.constexpr = READ_EARLY or ERASE_EARLY
+    ANY_EARLY: gl.constexpr = READ_BEFORE or ERASE_PREVIOUS
     dtype: gl.constexpr = states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
@@ -178,7 +178,7 @@ def hopper_channel_gradients_kernel(
         e_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE) if ERASE_KEY else k_s
         do_at = copy_pointers(do + value, HV * V)
         du_at = copy_pointers(du + (local_value if STORED_DU else value), HV * V)
-        x_at = copy_pointers(xs + local_value, HV * V)
+        x_at = copy_pointers(v_new + local_value, HV * V)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         row = token * HV + hv
         for tv in gl.static_range(NUM_STAGES):
@@ -266,7 +266,7 @@ def hopper_channel_gradients_kernel(
 
         dP *= scale  # before it is rounded, for the range of float16
         diagonal_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        if not READ_EARLY:
+        if not READ_BEFORE:
             diagonal_s.store(gl.sum(gl.where(t[:, None] == j[None, :], dP, 0.0), 1))
         P_s = allocate_pair_tiles(dtype)
         store_pairs(dP, dP, P_s)
@@ -280,8 +280,8 @@ def hopper_channel_gradients_kernel(
         fence_async_shared()
         barrier()
         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
-        G_read = G_before if READ_EARLY else G
-        G_erase = G_before if ERASE_EARLY else G
+        G_read = G_before if READ_BEFORE else G
+        G_erase = G_before if ERASE_PREVIOUS else G
         dq_parts = split_column_blocks(dq_tile)
         dk_parts = split_column_blocks(dk_tile)
         dy_parts = split_column_blocks(dy_tile)
@@ -301,15 +301,15 @@ def hopper_channel_gradients_kernel(
             if ANY_EARLY:  # load again: both take twice the registers of G
                 G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
             dq_parts, dy_parts, dk_parts = add_level_5(
-                dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, ERASE_EARLY, READ_EARLY
+                dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, ERASE_PREVIOUS, READ_BEFORE
             )  # fmt: skip
         for half in gl.static_range(2):
             for _ in range(0, once):
                 if ANY_EARLY:  # load again: both take twice the registers of G
                     G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                 dq_parts, dy_parts, dk_parts = add_level_4(
-                    dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, ERASE_EARLY,
-                    READ_EARLY,
+                    dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, ERASE_PREVIOUS,
+                    READ_BEFORE,
                 )  # fmt: skip
         for level in gl.static_range(4):
             for half in gl.static_range(2):
@@ -318,7 +318,7 @@ def hopper_channel_gradients_kernel(
                         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                     dq_parts, dy_parts, dk_parts = add_level(
                         dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, 3 - level,
-                        ERASE_KEY, ERASE_EARLY, READ_EARLY,
+                        ERASE_KEY, ERASE_PREVIOUS, READ_BEFORE,
                     )  # fmt: skip
 
         dq_tile = join_blocks(dq_parts)
@@ -327,7 +327,7 @@ def hopper_channel_gradients_kernel(
         k_tile = to_float32(k_s.permute((1, 0)).load(ACC))
         q_dq = q_tile * dq_tile
         late_terms = -k_tile * dk_tile
-        if not READ_EARLY:
+        if not READ_BEFORE:
             late_terms += q_dq
         dy_tile = join_blocks(dy_parts)
         erase_j = erase_s.load(ACC_COLUMNS)
@@ -335,7 +335,7 @@ def hopper_channel_gradients_kernel(
         e_de = e_tile * dy_tile
         if ERASE:
             e_de *= erase_j[None, :]
-        if not ERASE_EARLY:
+        if not ERASE_PREVIOUS:
             late_terms -= e_de
         if ERASE_CHANNELS:  # load the strengths again, for dk
             barrier()
@@ -346,9 +346,9 @@ def hopper_channel_gradients_kernel(
         dg = sum_from_token(terms_s.permute((1, 0)).load(BY_KEY)) + product_s.load(gl.SliceLayout(0, BY_KEY))[None, :]
         if ANY_EARLY:
             early_terms = gl.zeros([BK, C], gl.float32, ACC)
-            if READ_EARLY:
+            if READ_BEFORE:
                 early_terms += q_dq
-            if ERASE_EARLY:
+            if ERASE_PREVIOUS:
                 early_terms -= e_de
             early_s = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_BY_TOKEN)
             early_s.store(early_terms)
@@ -359,7 +359,7 @@ def hopper_channel_gradients_kernel(
         # compared again: the results of the first comparisons would take registers until here
         in_channel = (i % 32 < tokens_left + opaque_zero(c, 25) - i // 32 * 32)[:, None] & in_keys
         gl.store(dlog_decay + first_channel + at_token, dg, mask=in_channel)
-        if not READ_EARLY:
+        if not READ_BEFORE:
             diagonal = diagonal_s.load(ACC_COLUMNS)[None, :]
             dq_tile += diagonal * k_tile
             dk_tile += diagonal * q_tile

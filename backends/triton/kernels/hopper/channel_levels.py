@@ -135,15 +135,15 @@ def replace(x, B: gl.constexpr, block):
 
 
 @gluon.jit
-def upper_factors(G, G_before, B: gl.constexpr, M: gl.constexpr, EARLY: gl.constexpr):
-    """Return the factors of block B relative to the last token of block M; EARLY: without the token's own decay."""
-    return boundary_factors(G_before[B] if EARLY else G[B], G[M])
+def upper_factors(G, G_before, B: gl.constexpr, M: gl.constexpr, GATES_BEFORE: gl.constexpr):
+    """Return the factors of block B relative to the last token of block M; GATES_BEFORE: without the token's own decay."""
+    return boundary_factors(G_before[B] if GATES_BEFORE else G[B], G[M])
 
 
 @gluon.jit
 def add_level_5(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs of tokens 32 to 63 with tokens 0 to 31 to dq, dy and dk."""
     dtype: gl.constexpr = q_s.dtype
@@ -156,14 +156,14 @@ def add_level_5(
     z3 = multiply_block(k1, P_s[6], 1, multiply_block(k0, P_s[6], 0, zeros, False), True)
     y2 = multiply_block(k1, A_s[5], 1, multiply_block(k0, A_s[5], 0, zeros, False), True)
     y3 = multiply_block(k1, A_s[6], 1, multiply_block(k0, A_s[6], 0, zeros, False), True)
-    f2 = upper_factors(G, G_before, 2, 1, READ_EARLY)
-    f3 = upper_factors(G, G_before, 3, 1, READ_EARLY)
+    f2 = upper_factors(G, G_before, 2, 1, READ_BEFORE)
+    f3 = upper_factors(G, G_before, 3, 1, READ_BEFORE)
     q2 = scale_block(load_block(q_s, 2), f2, dtype)
     q3 = scale_block(load_block(q_s, 3), f3, dtype)
     z0 = multiply_block(q3, P_s[5], 3, multiply_block(q2, P_s[5], 2, zeros, False), True)
     z1 = multiply_block(q3, P_s[6], 3, multiply_block(q2, P_s[6], 2, zeros, False), True)
-    h2 = f2 if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, 2, 1, ERASE_EARLY)
-    h3 = f3 if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, 3, 1, ERASE_EARLY)
+    h2 = f2 if READ_BEFORE == ERASE_PREVIOUS else upper_factors(G, G_before, 2, 1, ERASE_PREVIOUS)
+    h3 = f3 if READ_BEFORE == ERASE_PREVIOUS else upper_factors(G, G_before, 3, 1, ERASE_PREVIOUS)
     e2 = scale_block(load_block(e_s, 2), h2, dtype)
     e3 = scale_block(load_block(e_s, 3), h3, dtype)
     z0 = multiply_block(e3, A_s[5], 3, multiply_block(e2, A_s[5], 2, z0, True), True)
@@ -180,7 +180,7 @@ def add_level_5(
 @gluon.jit
 def add_level_4(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s, LOWER: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs of tokens of block LOWER + 1 with those of block LOWER to dq, dy and dk."""
     dtype: gl.constexpr = q_s.dtype
@@ -190,10 +190,10 @@ def add_level_4(
     a_k = scale_block(load_block(k_s, LOWER), f, dtype)
     z_upper = multiply_block(a_k, P_s[4], LOWER, zeros, False)
     y_upper = multiply_block(a_k, A_s[4], LOWER, zeros, False)
-    f_read = upper_factors(G, G_before, UPPER, LOWER, READ_EARLY)
+    f_read = upper_factors(G, G_before, UPPER, LOWER, READ_BEFORE)
     a_q = scale_block(load_block(q_s, UPPER), f_read, dtype)
     z_lower = multiply_block(a_q, P_s[4], UPPER, zeros, False)
-    f_erase = f_read if READ_EARLY == ERASE_EARLY else upper_factors(G, G_before, UPPER, LOWER, ERASE_EARLY)
+    f_erase = f_read if READ_BEFORE == ERASE_PREVIOUS else upper_factors(G, G_before, UPPER, LOWER, ERASE_PREVIOUS)
     a_e = scale_block(load_block(e_s, UPPER), f_erase, dtype)
     z_lower = multiply_block(a_e, A_s[4], UPPER, z_lower, True)
     z_upper, y_upper, z_lower, a_k, a_q, a_e = warpgroup_mma_wait(0, deps=[z_upper, y_upper, z_lower, a_k, a_q, a_e])
@@ -206,7 +206,7 @@ def add_level_4(
 @gluon.jit
 def issue_block(
     G, G_before, P_s, A_s, q_s, e_s, k_s, upper, B: gl.constexpr, LEVEL: gl.constexpr,
-    ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_KEY: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Issue the products of the pairs of a level below 4 in block B.
 
@@ -214,13 +214,13 @@ def issue_block(
     """
     dtype: gl.constexpr = q_s.dtype
     zeros = gl.zeros([64, 16], gl.float32, ACC_N16)
-    f_read = level_factors(G[B], G_before[B], LEVEL, READ_EARLY)
+    f_read = level_factors(G[B], G_before[B], LEVEL, READ_BEFORE)
     k = load_block(k_s, B)
     a_q = scale_block(select_pairs(upper, load_block(q_s, B), k, LEVEL), f_read, dtype)
     z = multiply_block(a_q, P_s[LEVEL], B, zeros, False)
     f_erase = f_read
-    if READ_EARLY != ERASE_EARLY:
-        f_erase = level_factors(G[B], G_before[B], LEVEL, ERASE_EARLY)
+    if READ_BEFORE != ERASE_PREVIOUS:
+        f_erase = level_factors(G[B], G_before[B], LEVEL, ERASE_PREVIOUS)
     e = select_pairs(upper, load_block(e_s, B), k, LEVEL) if ERASE_KEY else k
     a_e = scale_block(e, f_erase, dtype)
     y = multiply_block(a_e, A_s[LEVEL], B, zeros, False)
@@ -230,16 +230,16 @@ def issue_block(
 @gluon.jit
 def add_level(
     dq, dy, dk, G, G_before, P_s, A_s, q_s, e_s, k_s, FIRST: gl.constexpr, LEVEL: gl.constexpr,
-    ERASE_KEY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    ERASE_KEY: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Add the pairs of a level below 4 in blocks FIRST and FIRST + 1 to dq, dy and dk."""
     SECOND: gl.constexpr = FIRST + 1
     upper = (((gl.arange(0, 16, N16_COLUMNS) >> LEVEL) & 1) != 0)[None, :] & (gl.arange(0, 64, N16_ROWS) >= 0)[:, None]
     z0, y0, f0, h0, q0, e0 = issue_block(
-        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, FIRST, LEVEL, ERASE_KEY, ERASE_EARLY, READ_EARLY
+        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, FIRST, LEVEL, ERASE_KEY, ERASE_PREVIOUS, READ_BEFORE
     )  # fmt: skip
     z1, y1, f1, h1, q1, e1 = issue_block(
-        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, SECOND, LEVEL, ERASE_KEY, ERASE_EARLY, READ_EARLY
+        G, G_before, P_s, A_s, q_s, e_s, k_s, upper, SECOND, LEVEL, ERASE_KEY, ERASE_PREVIOUS, READ_BEFORE
     )  # fmt: skip
     z0, y0, z1, y1, q0, e0, q1, e1 = warpgroup_mma_wait(0, deps=[z0, y0, z1, y1, q0, e0, q1, e1])
     dq0, dk0 = add_halves(dq[FIRST], dk[FIRST], upper, f0, z0)

@@ -192,10 +192,10 @@ def scaled_products(block, level_32, level_16, row_scales, scale, column_scales,
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def hopper_channel_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
+    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
-    WRITE: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
+    WRITE: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../channel/prepare.py. Launch with 4 warps."""
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
@@ -203,7 +203,7 @@ def hopper_channel_prepare_kernel(
     SCALED: gl.constexpr = dtype != gl.float16
     NT: gl.constexpr = (K + 31) // 32
     OWN: gl.constexpr = DELTA and ERASE_KEY
-    EARLY: gl.constexpr = DELTA and ERASE_EARLY
+    GATES_BEFORE: gl.constexpr = DELTA and ERASE_PREVIOUS
     pid = gl.program_id(0)
     slot = pid // HV
     hv = pid % HV
@@ -270,9 +270,9 @@ def hopper_channel_prepare_kernel(
             k16 = reinterpret(q_s, gl.float16, [NT, 64, 32], SMEM_N32)
             q16 = k16
         # otherwise e = k: one tile holds the rows of e of tokens in upper halves, and those of k of the others
-        APART: gl.constexpr = OWN or EARLY
+        APART: gl.constexpr = OWN or GATES_BEFORE
         e16 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32) if APART else k16
-        if EARLY and not OWN:
+        if GATES_BEFORE and not OWN:
             e32 = gl.allocate_shared_memory(gl.float16, [NT, 64, 32], SMEM_N32)
         # not kept in registers during the loop
         k_up_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
@@ -291,7 +291,7 @@ def hopper_channel_prepare_kernel(
         is_upper_32_c = w_c >= 2
         ones = gl.full([4, 32], 1.0, gl.float32, LANE_CHANNELS)
         tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
-        Q_at = tiles + value_head + (even * (HV * K) + channel) + odd * (HV * K)
+        Q_at = scaled + value_head + (even * (HV * K) + channel) + odd * (HV * K)
         W_at = Q_at + tile_size
         E_at = W_at + tile_size
         for tile in range(NT):
@@ -301,10 +301,10 @@ def hopper_channel_prepare_kernel(
             k_tile = to_float32(scale_rows(load_tile(k_s, tile), k_down, SCALED))
             q_tile = to_float32(scale_rows(load_tile(q_s, tile), q_down, SCALED))
             e_tile = to_float32(scale_rows(load_tile(e_s, tile), e_down, SCALED)) if OWN else k_tile
-            if not READ_EARLY:
+            if not READ_BEFORE:
                 q_k += gl.sum(gl.reshape(q_tile * k_tile, [4, 16, 4, 8]), 3)
             k_tile, q_tile, e_tile, total, blocks = level_products(
-                a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, EARLY, READ_EARLY
+                a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, GATES_BEFORE, READ_BEFORE
             )
             if DELTA:
                 store_tile(k16, tile, k_tile if APART else choose_by_warp(1, e_tile, k_tile))

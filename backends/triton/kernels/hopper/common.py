@@ -227,12 +227,12 @@ def copy_wy_tile_async(tile, base, IS_T: gl.constexpr, zero=0):
 
 @gluon.jit
 def copy_gates_async(
-    gates, smem, stage, DECAY: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr
+    gates, smem, stage, DECAY: gl.constexpr, GATES_BEFORE: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr
 ):
-    """Issue the cp.async of a chunk's gates [3, 64]: G, with EARLY also G before each token, c and w."""
+    """Issue the cp.async of a chunk's gates [3, 64]: G, with GATES_BEFORE also G before each token, c and w."""
     if DECAY != "none":
         async_load(smem.G.index(stage), gates + gl.arange(0, 64, FOUR_PER_THREAD))
-        if EARLY:
+        if GATES_BEFORE:
             i = gl.arange(0, 64, ONE_PER_THREAD)
             async_load(smem.G_prev.index(stage), gates - 1 + i, mask=i > 0)
     if DELTA:
@@ -256,10 +256,10 @@ def allocate_vector_ring(NUM_STAGES: gl.constexpr, SIZE: gl.constexpr = 64):
 
 
 @gluon.jit
-def allocate_gate_rings(NUM_STAGES: gl.constexpr, EARLY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr):
+def allocate_gate_rings(NUM_STAGES: gl.constexpr, GATES_BEFORE: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr):
     """Allocate the rings of G, G before each token, c and w; those not used alias G."""
     G_s = allocate_vector_ring(NUM_STAGES)
-    G_prev_s = allocate_vector_ring(NUM_STAGES) if EARLY else G_s
+    G_prev_s = allocate_vector_ring(NUM_STAGES) if GATES_BEFORE else G_s
     c_s = allocate_vector_ring(NUM_STAGES) if DELTA else G_s
     w_s = allocate_vector_ring(NUM_STAGES) if WRITE else G_s
     return G_s, G_prev_s, c_s, w_s

@@ -17,10 +17,10 @@ BOUNDARY_FACTORS = gl.constexpr(boundary_factors_asm())
 
 
 @gluon.jit
-def level_factors(G, G_before, LEVEL: gl.constexpr, EARLY: gl.constexpr):
-    """Return the factors of a level below 4; EARLY: without the own decay of tokens in upper halves."""
-    asm: gl.constexpr = level_factors_asm(LEVEL, EARLY)
-    if EARLY:
+def level_factors(G, G_before, LEVEL: gl.constexpr, GATES_BEFORE: gl.constexpr):
+    """Return the factors of a level below 4; GATES_BEFORE: without the own decay of tokens in upper halves."""
+    asm: gl.constexpr = level_factors_asm(LEVEL, GATES_BEFORE)
+    if GATES_BEFORE:
         f = gl.inline_asm_elementwise(asm, FACTOR_OPERANDS_2, [G, G_before], gl.float32, is_pure=True, pack=8)
     else:
         f = gl.inline_asm_elementwise(asm, FACTOR_OPERANDS, [G], gl.float32, is_pure=True, pack=8)

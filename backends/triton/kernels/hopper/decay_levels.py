@@ -43,17 +43,17 @@ CHOOSE_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32))
 
 @gluon.jit
 def level_products(
-    a, k, q, e, blocks, DELTA: gl.constexpr, OWN: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr
+    a, k, q, e, blocks, DELTA: gl.constexpr, OWN: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr
 ):
     """Add a tile's products of levels 8, 4, 2 and 1, of e and k and of q and k, to the blocks of A and P.
 
-    a: log2 decays; k, q, e: scaled rows; all float32. OWN: e is not k. ERASE_EARLY, READ_EARLY: e and q have the decays
+    a: log2 decays; k, q, e: scaled rows; all float32. OWN: e is not k. ERASE_PREVIOUS, READ_BEFORE: e and q have the decays
     before their token.
 
     Returns: k suf_16, q pre_16 and e pre_16 within a warp's 16 tokens, the sum of the 16 log2 decays, and the blocks.
         pre_16 is without the token's own decay where the operand is early.
     """
-    asm: gl.constexpr = level_products_asm(DELTA, OWN, ERASE_EARLY, READ_EARLY)
+    asm: gl.constexpr = level_products_asm(DELTA, OWN, ERASE_PREVIOUS, READ_BEFORE)
     operands: gl.constexpr = level_products_operands(DELTA, OWN)
     inputs = [a, k, q, e, blocks] if OWN else [a, k, q, blocks]
     if DELTA:

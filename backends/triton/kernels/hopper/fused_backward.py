@@ -1,6 +1,6 @@
 """Backward pass of a sequence and head in one launch on sm_90: recompute states, then backward sweep.
 
-Grid: one CTA for each (sequence, head); one CTA occupies an SM. It loops over the intervals of CHECKPOINT_EVERY
+Grid: one CTA for each (sequence, head); one CTA occupies an SM. It loops over the intervals of CHECKPOINT_CHUNKS
 chunks between two checkpoints, the last first: it recomputes the state before each chunk and x (equations in scan.py)
 from the checkpoint at the interval's start, then runs the backward sweep of sweep.py over the interval.
 
@@ -90,7 +90,7 @@ from deltazoo.backends.triton.kernels.layout import first_chunk_slot, opaque_zer
 @gluon.jit
 def producer(
     q, k, v, do, gates, wy_tiles, grads, spare, smem, states_stored, start, length, slot, end, n, hv,
-    traits: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
+    traits: gl.constexpr, CHECKPOINT_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """Producer warp group: for each interval, copy the tiles for recomputing, first chunk to last, then the sweep's."""
     H: gl.constexpr = traits.H
@@ -108,7 +108,7 @@ def producer(
     swept = 0  # chunks whose state was copied
     interval_end = end
     while interval_end > 0:
-        interval_first = (interval_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+        interval_first = (interval_end - 1) // CHECKPOINT_CHUNKS * CHECKPOINT_CHUNKS
         for c in range(interval_first, interval_end):
             zero = opaque_zero(fills, 20)
             stage = fills % 2
@@ -247,7 +247,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
 @gluon.jit
 def consumer(
     v, b, grads, state, checkpoints, dstate, scale, smem, states_stored, slots, slot, end, checkpoint_base, n, hv,
-    traits: gl.constexpr, HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr,
+    traits: gl.constexpr, HAS_STATE: gl.constexpr, CHECKPOINT_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp groups: for each interval, the last first, recompute its states and sweep its chunks backwards."""
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
@@ -261,10 +261,10 @@ def consumer(
     state_phase = 0  # parity of the number of chunks swept
     interval_end = end
     while interval_end > 0:
-        interval_first = (interval_end - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+        interval_first = (interval_end - 1) // CHECKPOINT_CHUNKS * CHECKPOINT_CHUNKS
         spill_dstate(dS, smem.S.index(0), smem.dS.index(0))
         S = load_interval_state(
-            state, checkpoints, checkpoint_base, interval_first, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY
+            state, checkpoints, checkpoint_base, interval_first, n, hv, traits, HAS_STATE, CHECKPOINT_CHUNKS
         )
         # With smem stores pending at loop entry the compiler would place a barrier in every iteration; so also below.
         barrier()
@@ -299,8 +299,8 @@ def hopper_fused_backward_kernel(
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    HAS_STATE: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
+    HAS_STATE: gl.constexpr, CHECKPOINT_CHUNKS: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in sweep.py; checkpoints [checkpoint, HV, V, K] and state as in scan.py.
 
@@ -316,7 +316,7 @@ def hopper_fused_backward_kernel(
     start, length = sequence_bounds(n, cu, T, PACKED)
     slot = first_chunk_slot(n, cu, T, C, PACKED)
     end = gl.cdiv(length, C)
-    checkpoint_base = (slot // CHECKPOINT_EVERY if PACKED else n * ((end - 1) // CHECKPOINT_EVERY)) - 1
+    checkpoint_base = (slot // CHECKPOINT_CHUNKS if PACKED else n * ((end - 1) // CHECKPOINT_CHUNKS)) - 1
     if end > 0:
         traits: gl.constexpr = make_traits(
             H,
@@ -328,8 +328,8 @@ def hopper_fused_backward_kernel(
             DELTA,
             ERASE,
             WRITE,
-            ERASE_EARLY,
-            READ_EARLY,
+            ERASE_PREVIOUS,
+            READ_BEFORE,
             DU_IS_DV,
             MIN_BETA,
             dtype,
@@ -344,14 +344,14 @@ def hopper_fused_backward_kernel(
                     consumer,
                     (
                         v, b, grads, state, checkpoints, dstate, scale, smem, states_stored,
-                        slots, slot, end, checkpoint_base, n, hv, traits, HAS_STATE, CHECKPOINT_EVERY,
+                        slots, slot, end, checkpoint_base, n, hv, traits, HAS_STATE, CHECKPOINT_CHUNKS,
                     ),
                 ),
                 (
                     producer,
                     (
                         q, k, v, do, gates, wy_tiles, grads, spare, smem, states_stored,
-                        start, length, slot, end, n, hv, traits, CHECKPOINT_EVERY,
+                        start, length, slot, end, n, hv, traits, CHECKPOINT_CHUNKS,
                     ),
                 ),
             ],

@@ -64,18 +64,18 @@ from deltazoo.backends.triton.kernels.layout import (
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
 def hopper_gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, xs, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
+    q, k, e, v, b, do, gates, states, dstates, v_new, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
     DU_IS_DV: gl.constexpr, MIN_BETA: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../gradients.py. e and de are None if the erase key is k."""
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
     gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
-    EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
-    GATE_ROWS: gl.constexpr = 4 if EARLY else 3
+    GATES_BEFORE: gl.constexpr = ERASE_PREVIOUS or READ_BEFORE
+    GATE_ROWS: gl.constexpr = 4 if GATES_BEFORE else 3
     OWN_KEY: gl.constexpr = e is not None
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
@@ -118,7 +118,7 @@ def hopper_gradients_kernel(
         if DECAY != "none":
             async_load(G_s, gates_at + gl.arange(0, C, FOUR_PER_THREAD))
             G_end = gl.load(gates_at + C - 1)
-            if EARLY:
+            if GATES_BEFORE:
                 i = gl.arange(0, C, ACC_ROWS)
                 G_prev = gl.load(gates_at + i - 1, mask=i > 0, other=0.0)
         if WRITE and not DELTA:
@@ -128,7 +128,7 @@ def hopper_gradients_kernel(
         do_at = copy_pointers(do + value, HV * V)
         if DELTA:
             du_at = copy_pointers(du + du_value, HV * V)
-            x_at = copy_pointers(xs + local_value, HV * V)
+            x_at = copy_pointers(v_new + local_value, HV * V)
         else:
             du_at = do_at
             x_at = copy_pointers(v + value, HV * V)
@@ -140,7 +140,7 @@ def hopper_gradients_kernel(
             tail = allocate_value_tail(dtype, DELTA)
             state_row = scratch_row * V * K + column
             rows = (
-                do + value, du + du_value if DELTA else do + value, xs + local_value if DELTA else v + value,
+                do + value, du + du_value if DELTA else do + value, v_new + local_value if DELTA else v + value,
                 states + state_row, dstates + state_row,
             )  # fmt: skip
             copy_value_tail(tail, rows, tokens_left, column, HV, K, V, DELTA)
@@ -226,18 +226,18 @@ def hopper_gradients_kernel(
                 erase_scale = -clamp_away_from_zero(erase, MIN_BETA)
             else:
                 erase_scale = gl.full([C], minus_one, gl.float32, ACC_ROWS)
-        DIAGONAL: gl.constexpr = 1 if READ_EARLY else 0
+        DIAGONAL: gl.constexpr = 1 if READ_BEFORE else 0
         if DECAY != "none":
             G = G_s.load(ACC_ROWS)
             G_j = G_s.load(ACC_COLUMNS)
-            G_q = G_prev if READ_EARLY else G
-            G_e = G_prev if ERASE_EARLY else G
+            G_q = G_prev if READ_BEFORE else G
+            G_e = G_prev if ERASE_PREVIOUS else G
             # may be inf or NaN at non-causal positions, masked below
             D_q = gl.exp2(G_q[:, None] - G_j[None, :])
             intra_q *= D_q * scale
             inter_q *= (gl.exp2(G_q) * scale)[:, None]
             if DELTA:
-                D_e = D_q if READ_EARLY == ERASE_EARLY else gl.exp2(G_e[:, None] - G_j[None, :])
+                D_e = D_q if READ_BEFORE == ERASE_PREVIOUS else gl.exp2(G_e[:, None] - G_j[None, :])
                 intra_e *= D_e * erase_scale[:, None]
                 inter_e *= (gl.exp2(G_e) * erase_scale)[:, None]
             key_scale = gl.exp2(G_end - G)
@@ -286,13 +286,13 @@ def hopper_gradients_kernel(
                 gl.store(dgates_at + C + t, e_de)
         if DECAY != "none":
             dG = q_dq
-            if EARLY:
+            if GATES_BEFORE:
                 dG_prev = gl.full([C], 0.0, gl.float32, ACC_ROWS)
-                if READ_EARLY:
+                if READ_BEFORE:
                     dG_prev += q_dq
                     dG = gl.full([C], 0.0, gl.float32, ACC_ROWS)
                 if DELTA:
-                    if ERASE_EARLY:
+                    if ERASE_PREVIOUS:
                         dG_prev += e_de
                     else:
                         dG += e_de

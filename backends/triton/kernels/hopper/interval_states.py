@@ -63,7 +63,7 @@ def opaque_copy(value):
 @gluon.jit
 def load_interval_state(
     state, checkpoints, checkpoint_base, interval_first, n, hv, traits: gl.constexpr, HAS_STATE: gl.constexpr,
-    CHECKPOINT_EVERY: gl.constexpr,
+    CHECKPOINT_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """Load accumulators of S^T [128 values, 128 keys] before an interval: a checkpoint, the initial state, or zero.
 
@@ -75,7 +75,7 @@ def load_interval_state(
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
     inside = (i < V) & (j < K)
-    at = checkpoints + ((checkpoint_base + interval_first // CHECKPOINT_EVERY).to(gl.int64) * HV + hv) * V * K
+    at = checkpoints + ((checkpoint_base + interval_first // CHECKPOINT_CHUNKS).to(gl.int64) * HV + hv) * V * K
     S = gl.load(at + (i * K + j), mask=inside & (interval_first > 0), other=0.0).to(gl.float32)
     if HAS_STATE:
         state_at = state + (n.to(gl.int64) * HV + hv) * K * V

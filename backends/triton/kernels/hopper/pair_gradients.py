@@ -79,10 +79,10 @@ def add_by_key(vector, x_s, terms):
 
 @gluon.jit(do_not_specialize=["N", "T", "window", "windows"])
 def hopper_pair_gradients_kernel(
-    q, k, e, v_key, v, log_decay, do, gates, states, dstates, xs, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale, T,
+    q, k, e, v_key, v, log_decay, do, gates, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale, T,
     window, windows,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    READ_EARLY: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
+    READ_BEFORE: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../channel/pair_gradients.py. Launch with 8 warps."""
     gl.static_assert(C == 64 and K % 64 == 0 and V % 64 == 0 and V <= 128)
@@ -116,7 +116,7 @@ def hopper_pair_gradients_kernel(
             copy_tile(do_s[tv], do + value + tv * 64, HV * V, tokens_left)
             copy_tile(v_s[tv], v + value + tv * 64, HV * V, tokens_left)
             copy_tile(du_s[tv], du + scratch_value + tv * 64, HV * V, 64)
-            copy_tile(x_s[tv], xs + scratch_value + tv * 64, HV * V, 64)
+            copy_tile(x_s[tv], v_new + scratch_value + tv * 64, HV * V, 64)
             copy_tile(S_s[tv], states + scratch_row * V * K + tv * 64 * K + tile * 64, K, 64)
             copy_tile(dS_s[tv], dstates + scratch_row * V * K + tv * 64 * K + tile * 64, K, 64)
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
@@ -190,13 +190,13 @@ def hopper_pair_gradients_kernel(
         dq_tile, de_tile, _, _, _, _, _, _ = warpgroup_mma_wait(
             0, deps=[dq_tile, de_tile, dP_s, dR_s, dA_s, dB_s, rows_s[0], rows_s[1]]
         )
-        dq_tile *= exp2_again(to_middle_early if READ_EARLY else to_middle)
+        dq_tile *= exp2_again(to_middle_early if READ_BEFORE else to_middle)
         de_tile *= exp2_again(to_middle_early)
         barrier()  # every warp has read the scaled rows
         q_tile = to_float32(q_s.load(ACC))
         early_terms = to_float32(e_s.load(ACC)) * de_tile
         terms = early_terms + q_tile * dq_tile
-        if READ_EARLY:
+        if READ_BEFORE:
             early_terms = terms
         else:
             dq_tile += dP_diagonal[:, None] * to_float32(k_s.load(ACC))
@@ -213,7 +213,7 @@ def hopper_pair_gradients_kernel(
         dk_tile, dm_tile, _, _, _ = warpgroup_mma_wait(
             0, deps=[dk_tile, dm_tile, x_s[NV - 1], v_s[NV - 1], dS_s[NV - 1]]
         )
-        store_scaled(rows_s[0], q_s, exp2_again(to_middle_early if READ_EARLY else to_middle))
+        store_scaled(rows_s[0], q_s, exp2_again(to_middle_early if READ_BEFORE else to_middle))
         store_scaled(rows_s[1], e_s, exp2_again(to_middle_early))
         dk_tile *= exp2_ftz(G_end - G_middle)[None, :]
         dm_tile *= exp2_ftz(G_end - G_middle)[None, :]
@@ -230,7 +230,7 @@ def hopper_pair_gradients_kernel(
         dk_tile *= exp2_again(-to_middle)
         dm_tile *= exp2_again(-to_middle)
         terms -= to_float32(k_s.load(ACC)) * dk_tile + to_float32(m_s.load(ACC)) * dm_tile
-        if not READ_EARLY:
+        if not READ_BEFORE:
             q_tile = to_float32(q_s.load(ACC))
             dk_tile += dP_diagonal[:, None] * q_tile
             dm_tile += dR_diagonal[:, None] * q_tile

@@ -75,7 +75,7 @@ def multiply(x, k_level, m_level, K_acc, M_acc):
 @gluon.jit
 def add_pairs(
     products, operands, rows_s, outs, to_middle, g_hi, g_lo, G_middle, G_end, scale, stride: gl.constexpr,
-    tokens_left, READ_EARLY: gl.constexpr,
+    tokens_left, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Store Q, W, E and M of a tile of keys, and add its products to A, B, P and R, which are valid for j < i only."""
     A, B, P, R = products
@@ -98,7 +98,7 @@ def add_pairs(
     barrier()
     A, B = multiply(x_level, k_level, m_level, A, B)
     store_accumulator(E_at, e * from_start, stride, tokens_left, 64, False)
-    q = to_float32(q_s.load(ACC)) * (early if READ_EARLY else exp2_ftz(to_middle))
+    q = to_float32(q_s.load(ACC)) * (early if READ_BEFORE else exp2_ftz(to_middle))
     A, B, _ = warpgroup_mma_wait(0, deps=[A, B, x_level])
     barrier()
     store_scaled(x_level, q, 1.0)
@@ -112,8 +112,8 @@ def add_pairs(
 
 @gluon.jit(do_not_specialize=["N", "T"])
 def hopper_pair_prepare_kernel(
-    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, tiles, cu, N, T, scale,
-    HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr,
+    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
+    HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../channel/pair_prepare.py. Launch with 4 warps."""
     gl.static_assert(C == 64 and K % 64 == 0)
@@ -160,7 +160,7 @@ def hopper_pair_prepare_kernel(
             to_middle = sum_decays(sums_to_middle(zero, 4), g_hi, g_lo, 4)
             extent = gl.maximum(largest(to_middle), largest(to_middle - load_decays(g_hi, g_lo, 4)))
             is_strong = gl.where(extent < WEAK, is_strong, 1.0)
-            if not READ_EARLY:
+            if not READ_BEFORE:
                 q_tile = to_float32(q_s.load(ACC))
                 P_diagonal += gl.sum(q_tile * to_float32(k_s.load(ACC)), 1)
                 R_diagonal += gl.sum(q_tile * to_float32(m_s.load(ACC)), 1)
@@ -168,10 +168,10 @@ def hopper_pair_prepare_kernel(
             k_level = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_FLOAT32)
             m_level = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_FLOAT32)
             rows_s = (x_level, k_level, m_level)
-            outs = (tiles + at, tiles + at + tile_size, tiles + at + 2 * tile_size, tiles + at + 3 * tile_size)
+            outs = (scaled + at, scaled + at + tile_size, scaled + at + 2 * tile_size, scaled + at + 3 * tile_size)
             products = add_pairs(
                 products, operands, rows_s, outs, to_middle, g_hi, g_lo, G_middle, G_end, scale, STRIDE, tokens_left,
-                READ_EARLY,
+                READ_BEFORE,
             )  # fmt: skip
             barrier()  # every warp has read the operands
         gl.store(decay_bounds + chunk, 0.0)
@@ -186,7 +186,7 @@ def hopper_pair_prepare_kernel(
         B = gl.where(j < t, B, 0.0)
         P = gl.where(j < t, P, 0.0) * scale
         R = gl.where(j < t, R, 0.0) * scale
-        if not READ_EARLY:
+        if not READ_BEFORE:
             P = gl.where(j == t, P_diagonal[:, None] * scale, P)
             R = gl.where(j == t, R_diagonal[:, None] * scale, R)
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)

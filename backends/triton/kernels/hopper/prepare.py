@@ -71,7 +71,7 @@ def load_gates(
 @gluon.jit
 def store_gates(
     gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
-    DECAY: gl.constexpr, ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr,
+    DECAY: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
     """Store G, c = b 2^G' and w in gates; leave b, G and, if it is needed, G before each token in shared memory."""
     i = gl.arange(0, 64, GATE_TOKEN)[None, :]
@@ -80,9 +80,9 @@ def store_gates(
         G = cumsum_by_warp(log2_decay)
         G_prev = G - log2_decay
         G_s.store(gl.reshape(G, [256]))
-        if ERASE_EARLY or READ_EARLY:
+        if ERASE_PREVIOUS or READ_BEFORE:
             G_prev_s.store(gl.reshape(G_prev, [256]))
-        c = erase * exp2_ftz(G_prev if ERASE_EARLY else G)
+        c = erase * exp2_ftz(G_prev if ERASE_PREVIOUS else G)
     else:
         G = log2_decay
         c = erase
@@ -118,7 +118,7 @@ def hopper_prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
     REPARAM: gl.constexpr, DU_IS_DV: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../prepare.py. e is None if the erase key is k.
@@ -130,7 +130,7 @@ def hopper_prepare_kernel(
     T_dtype: gl.constexpr = wy_tiles.dtype.element_ty
     GROUP: gl.constexpr = HV // H
     NK: gl.constexpr = (K + 63) // 64
-    EARLY: gl.constexpr = (ERASE_EARLY or READ_EARLY) and DECAY != "none"
+    GATES_BEFORE: gl.constexpr = (ERASE_PREVIOUS or READ_BEFORE) and DECAY != "none"
     OWN_KEY: gl.constexpr = e is not None
     pid = gl.program_id(0)
     slot = pid // H
@@ -146,7 +146,7 @@ def hopper_prepare_kernel(
         e_s = allocate_tiles(dtype, NK) if OWN_KEY else k_s
         erase_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR)
         G_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if DECAY != "none" else erase_s
-        G_prev_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if EARLY else G_s
+        G_prev_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if GATES_BEFORE else G_s
         WRITE_TENSOR: gl.constexpr = WRITE and REPARAM == "none"
 
         key = (token * H + h) * K
@@ -171,7 +171,7 @@ def hopper_prepare_kernel(
         if REPARAM == "none":
             store_gates(
                 gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
-                DECAY, ERASE_EARLY, READ_EARLY,
+                DECAY, ERASE_PREVIOUS, READ_BEFORE,
             )  # fmt: skip
         async_copy.wait_group(0)
         fence_async_shared()
@@ -195,7 +195,7 @@ def hopper_prepare_kernel(
             )  # fmt: skip
             store_gates(
                 gates, gate_row, log2_decay, erase, erase, G_s, G_prev_s, erase_s, is_warp_0,
-                DECAY, ERASE_EARLY, READ_EARLY,
+                DECAY, ERASE_PREVIOUS, READ_BEFORE,
             )  # fmt: skip
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         buffers = allocate_inverse_buffers(T_dtype)
@@ -212,20 +212,20 @@ def hopper_prepare_kernel(
             if DECAY != "none":
                 G = slice_warp_0(G_s).load(ACC_ROWS)
                 G_j = slice_warp_0(G_s).load(ACC_COLUMNS)
-                G_prev_row = slice_warp_0(G_prev_s).load(ACC_ROWS) if EARLY else G
+                G_prev_row = slice_warp_0(G_prev_s).load(ACC_ROWS) if GATES_BEFORE else G
                 # may be inf or NaN at non-causal positions, masked by round_causal and invert_diagonal_blocks
-                G_e = G_prev_row if ERASE_EARLY else G
+                G_e = G_prev_row if ERASE_PREVIOUS else G
                 D = exp2_ftz(G_e[:, None] - G_j[None, :])
                 L = A * D * (-erase_row)[:, None]
-                if READ_EARLY != ERASE_EARLY:
-                    G_q = G_prev_row if READ_EARLY else G
+                if READ_BEFORE != ERASE_PREVIOUS:
+                    G_q = G_prev_row if READ_BEFORE else G
                     D = exp2_ftz(G_q[:, None] - G_j[None, :])
                 P_hv = P * D * scale
             else:
                 L = A * (-erase_row)[:, None]
                 P_hv = P * scale
             decay_bound = 0.0
-            if BOUND_DECAYS and not (OWN_KEY or ERASE_EARLY):
+            if BOUND_DECAYS and not (OWN_KEY or ERASE_PREVIOUS):
                 k_dot_k = gl.sum(gl.where(t[:, None] == gl.arange(0, C, ACC_COLUMNS)[None, :], A, 0.0), 1)
                 # an update scales a state by at most max(1, |1 - b k.k|)
                 factor = gl.maximum(gl.abs(1 - erase_row * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -234,7 +234,7 @@ def hopper_prepare_kernel(
                     decay_bound += gl.where(t == C - 1, G, 0.0)
                 decay_bound = gl.sum(decay_bound, 0)
             gl.store(decay_bounds + gate_row, decay_bound)
-            P_s.permute((1, 0)).store(round_causal(P_hv, dtype, READ_EARLY))
+            P_s.permute((1, 0)).store(round_causal(P_hv, dtype, READ_BEFORE))
             L_high = to_16_bits(L, gl.float16)
             if TERMS == 2:
                 # in shared memory until T is refined: registers limit the programs per SM
@@ -258,5 +258,5 @@ def hopper_prepare_kernel(
                     write = erase
                 store_gates(
                     gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0 & (not is_last),
-                    DECAY, ERASE_EARLY, READ_EARLY,
+                    DECAY, ERASE_PREVIOUS, READ_BEFORE,
                 )  # fmt: skip

@@ -233,16 +233,16 @@ CUMSUM = gl.constexpr(
 
 
 @gluon.jit
-def round_causal(P, dtype: gl.constexpr, READ_EARLY: gl.constexpr):
+def round_causal(P, dtype: gl.constexpr, READ_BEFORE: gl.constexpr):
     """Round P to 16 bits, with zeros at the non-causal positions of the 8 x 8 blocks on the diagonal.
 
     The blocks above the diagonal, which are not stored, are left as they are.
     """
     if dtype == gl.bfloat16:
-        bf16_asm: gl.constexpr = ROUND_EARLY_BF16 if READ_EARLY else ROUND_BF16
+        bf16_asm: gl.constexpr = ROUND_EARLY_BF16 if READ_BEFORE else ROUND_BF16
         return gl.inline_asm_elementwise(bf16_asm, ROUND_OPERANDS, [P], gl.bfloat16, is_pure=True, pack=32)
     else:
-        fp16_asm: gl.constexpr = ROUND_EARLY_FP16 if READ_EARLY else ROUND_FP16
+        fp16_asm: gl.constexpr = ROUND_EARLY_FP16 if READ_BEFORE else ROUND_FP16
         return gl.inline_asm_elementwise(fp16_asm, ROUND_OPERANDS, [P], gl.float16, is_pure=True, pack=32)
 
 

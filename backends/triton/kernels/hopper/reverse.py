@@ -156,7 +156,7 @@ def reverse_chunk(
         doq = to_float32(do_T) * scale
     if BY_TOKEN:
         G = smem.G.index(stage).load(ACC_COLUMNS)
-        G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.EARLY else G
+        G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.GATES_BEFORE else G
         G_end = smem.G.index(stage).slice(63, 1).load(ACC_COLUMNS)
         dx *= gl.exp2(G_end - G)[None, :]
         doq *= gl.exp2(G_read)[None, :]
@@ -236,7 +236,7 @@ def consumer(
     column = work.column + HALF * 64
     columns = work.columns - HALF * 64
     at_dstate = gmem.dstate + ((work.n.to(gl.int64) * HV + work.hv) * K * V + column)
-    if traits.SPLIT > 0:
+    if traits.SEGMENT_CHUNKS > 0:
         at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
         dS = load_state(at, staging, K, columns, False, traits)
     else:
@@ -255,20 +255,20 @@ def consumer(
         store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "halved_from"])
+@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "narrow_tile_min_chunks"])
 def hopper_reverse_kernel(
     q, k, e, do, gates, wy_tiles, dstate, dstates, dstates_high, du, dv, starts, cu, scale, T,
-    window, windows, num_segments, halved_from,
+    window, windows, num_segments, narrow_tile_min_chunks,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_EARLY: gl.constexpr,
-    PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr,
+    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_BEFORE: gl.constexpr,
+    PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SEGMENT_CHUNKS: gl.constexpr, MIN_BETA: gl.constexpr,
     TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../reverse.py. e is None if the erase key is k.
 
     IN_GRADIENTS: dstates and dstates_high are the rows of dq and dk (channel_gradients.py); V = 128, no pack. Else
-    dstates_high is None. HALVES, halved_from: scan_traits.program_values.
+    dstates_high is None. HALVES, narrow_tile_min_chunks: scan_traits.program_values.
 
     Launch with 4 warps and 168 registers per thread, reallocated as in scan.py; with a decay per channel 216 per thread
     in a consumer and 72 in the producer.
@@ -282,20 +282,20 @@ def hopper_reverse_kernel(
     OWN_KEY: gl.constexpr = DELTA and e is not None
     NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
-    EARLY: gl.constexpr = READ_EARLY and DECAY != "none" and DECAY != "channel"
+    GATES_BEFORE: gl.constexpr = READ_BEFORE and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
     value_tile, half, hv, pid = value_tile_and_head(HV, V, HALVES)
     n, segment = sequence_and_segment(pid, num_segments, HALVES * V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
+        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
     )
-    column, columns = program_values(value_tile, half, gl.cdiv(length, C), halved_from, V, HALVES)
+    column, columns = program_values(value_tile, half, gl.cdiv(length, C), narrow_tile_min_chunks, V, HALVES)
     has_work = first < end
     if HALVES == 2:
         has_work = has_work & (columns > 0)
     if has_work:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, EARLY, READ_EARLY, 0, SPLIT, True,
+            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, GATES_BEFORE, READ_BEFORE, 0, SEGMENT_CHUNKS, True,
             dtype, TERMS, IN_GRADIENTS, HALVES,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
@@ -303,7 +303,7 @@ def hopper_reverse_kernel(
         gmem = GlobalPointers(dstate, starts, dstates, dstates_high, du, dv)
         work = WorkTile(
             start, length, window_first, first, first, end, first_scratch_slot, 0,
-            n, segment_slot(n, segment, first_scratch_slot, SPLIT), segment == 0, hv, column, columns,
+            n, segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), segment == 0, hv, column, columns,
         )  # fmt: skip
         gl.warp_specialize(
             [

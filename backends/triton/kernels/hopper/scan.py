@@ -13,7 +13,7 @@ vector [K]; P is always a tile:
 
 Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. With
 HALVES = 2 long sequences have two per tile, each with one busy consumer, which shortens a chunk by 30 %. One CTA
-occupies an SM. A segment is SPLIT consecutive chunks of a sequence; segments are computed in parallel. A window
+occupies an SM. A segment is SEGMENT_CHUNKS consecutive chunks of a sequence; segments are computed in parallel. A window
 is the chunks of each sequence whose states scratch memory holds at a time (../layout.py).
 
 Warp groups: two consumers and a producer. Consumer HALF computes 64 of the 128 values and keeps its S^T [64, K] in
@@ -112,9 +112,9 @@ def scan_chunk(
     NK: gl.constexpr = traits.NK
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
-    EARLY: gl.constexpr = traits.EARLY
+    GATES_BEFORE: gl.constexpr = traits.GATES_BEFORE
     OUTPUT: gl.constexpr = traits.OUTPUT
-    CHECKPOINT_EVERY: gl.constexpr = traits.CHECKPOINT_EVERY
+    CHECKPOINT_CHUNKS: gl.constexpr = traits.CHECKPOINT_CHUNKS
     BY_CHANNEL: gl.constexpr = DECAY == "channel"
     BY_TOKEN: gl.constexpr = DECAY != "none" and not BY_CHANNEL
     P_IS_LOADED: gl.constexpr = DELTA or BY_CHANNEL
@@ -130,11 +130,11 @@ def scan_chunk(
     for tk in gl.static_range(0 if BY_KEY_TILES else NK - 1):
         S_low = S_low + (to_16_bits(S[tk + 1], dtype),)
         a_S = a_S + (gl.convert_layout(S_low[tk + 1], A_OPERAND, assert_trivial=True),)
-    if OUTPUT and CHECKPOINT_EVERY > 0:
-        if (c > 0) & (c % CHECKPOINT_EVERY == 0):
+    if OUTPUT and CHECKPOINT_CHUNKS > 0:
+        if (c > 0) & (c % CHECKPOINT_CHUNKS == 0):
             at = (
                 gmem.checkpoints
-                + (((work.checkpoint + c // CHECKPOINT_EVERY).to(gl.int64) * HV + work.hv) * V + column) * K
+                + (((work.checkpoint + c // CHECKPOINT_CHUNKS).to(gl.int64) * HV + work.hv) * V + column) * K
             )
             for tk in gl.static_range(NK):
                 if S[tk].shape[1] == 16:
@@ -208,7 +208,7 @@ def scan_chunk(
         if not BY_KEY_TILES:
             out, _, _ = warpgroup_mma_wait(TERMS if DELTA else 0, deps=[out, a_S[0], a_S[NK - 1]])
         if BY_TOKEN:
-            G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if EARLY else G
+            G_read = smem.G_prev.index(stage).load(ACC_COLUMNS) if GATES_BEFORE else G
             out *= (gl.exp2(G_read) * scale)[None, :]
         elif not BY_CHANNEL:
             out *= scale
@@ -255,7 +255,7 @@ def scan_chunk(
         store_tile(at, staging, HV * V, work.length - c * 64, columns, True, MASK_V)
     elif DELTA:
         staging.permute((1, 0)).store(x_low)
-        at = gmem.xs + ((scratch_slot * 64 * HV + work.hv) * V + column)
+        at = gmem.v_new + ((scratch_slot * 64 * HV + work.hv) * V + column)
         store_tile(at, staging, HV * V, gl.where(c >= work.first_stored, 64, 0), columns, True, MASK_V)
     if TERMS == 2:
         waited = warpgroup_mma_wait(0, deps=S1 + (a_x_decayed, a_x_decayed_rest))
@@ -278,22 +278,22 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
     K: gl.constexpr = traits.K
     V: gl.constexpr = traits.V
     NK: gl.constexpr = traits.NK
-    CHECKPOINT_EVERY: gl.constexpr = traits.CHECKPOINT_EVERY
+    CHECKPOINT_CHUNKS: gl.constexpr = traits.CHECKPOINT_CHUNKS
     HAS_STATE: gl.constexpr = traits.HAS_STATE
-    SPLIT: gl.constexpr = traits.SPLIT
+    SEGMENT_CHUNKS: gl.constexpr = traits.SEGMENT_CHUNKS
     OUTPUT: gl.constexpr = traits.OUTPUT
     column = work.column + HALF * 64
     columns = work.columns - HALF * 64
     at_state = (work.n.to(gl.int64) * HV + work.hv) * K * V + column
     S = zero_state(traits)
-    if OUTPUT and SPLIT > 0:
+    if OUTPUT and SEGMENT_CHUNKS > 0:
         at = gmem.starts + ((work.segment_slot.to(gl.int64) * HV + work.hv) * V + column) * K
         S = load_state(at, staging, K, columns, False, traits)
     elif OUTPUT:
         if HAS_STATE:
             S = load_state(gmem.state + at_state, staging, V, columns, True, traits)
     elif work.first > 0:
-        checkpoint = (work.checkpoint + work.first // CHECKPOINT_EVERY).to(gl.int64)
+        checkpoint = (work.checkpoint + work.first // CHECKPOINT_CHUNKS).to(gl.int64)
         at = gmem.checkpoints + ((checkpoint * HV + work.hv) * V + column) * K
         S = load_checkpoint(at, state_s, K, columns, NK, V % 128 != 0)
     elif HAS_STATE:
@@ -312,32 +312,32 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
             store_state(gmem.final + at_state, S, staging, K, V, columns, NK)
 
 
-@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "halved_from"])
+@gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "narrow_tile_min_chunks"])
 def hopper_scan_kernel(
-    q, k, e, v, gates, wy_tiles, state, o, final, checkpoints, states, xs, starts, cu,
-    scale, T, window, windows, num_segments, halved_from,
+    q, k, e, v, gates, wy_tiles, state, o, final, checkpoints, states, v_new, starts, cu,
+    scale, T, window, windows, num_segments, narrow_tile_min_chunks,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     K0: gl.constexpr, K1: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
-    READ_EARLY: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_EVERY: gl.constexpr, UNIT: gl.constexpr,
-    SPLIT: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr, HALVES: gl.constexpr,
+    READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_CHUNKS: gl.constexpr, UNIT: gl.constexpr,
+    SEGMENT_CHUNKS: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Parameters and results as in ../scan.py, modes "output" and "recompute". e is None if the erase key is k.
 
     IN_GRADIENTS: `states` are the rows of d_log_decay, as elements of 16 bits (channel_gradients.py); V = 128, no pack.
-    HALVES, halved_from: scan_traits.program_values; HALVES = 1 to recompute.
+    HALVES, narrow_tile_min_chunks: scan_traits.program_values; HALVES = 1 to recompute.
 
     Launch with 4 warps and 168 registers per thread. warp_specialize adds two warp groups of 4 warps and reallocates
     the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of 64 keys, or 224
     and 56 with a decay per channel.
     """
     OUTPUT: gl.constexpr = MODE == "output"
-    gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_EVERY > 0))
+    gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_CHUNKS > 0))
     gl.static_assert(C == 64 and K <= K0 + K1)
     gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128 and DECAY != "channel"))
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
     gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
-    gl.static_assert(CHECKPOINT_EVERY == 0 or checkpoints.dtype == k.dtype)
+    gl.static_assert(CHECKPOINT_CHUNKS == 0 or checkpoints.dtype == k.dtype)
     gl.static_assert(OUTPUT or states.dtype == k.dtype)
     gl.static_assert(OUTPUT or HALVES == 1)
     gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and not PACKED))
@@ -348,40 +348,40 @@ def hopper_scan_kernel(
     OWN_KEY: gl.constexpr = DELTA and e is not None
     NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, OUTPUT, TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
-    EARLY: gl.constexpr = OUTPUT and READ_EARLY and DECAY != "none" and DECAY != "channel"
+    GATES_BEFORE: gl.constexpr = OUTPUT and READ_BEFORE and DECAY != "none" and DECAY != "channel"
     dtype: gl.constexpr = k.dtype.element_ty
     value_tile, half, hv, pid = value_tile_and_head(HV, V, HALVES)
     n, segment = sequence_and_segment(pid, num_segments, HALVES * V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
+        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
     )
     chunks = gl.cdiv(length, C)
     first_stored = first
     has_work = first < end
     is_last = segment == 0
     if OUTPUT:
-        if SPLIT > 0:
-            is_last = segment == gl.maximum(chunks - 1, 0) // SPLIT
+        if SEGMENT_CHUNKS > 0:
+            is_last = segment == gl.maximum(chunks - 1, 0) // SEGMENT_CHUNKS
         has_work = has_work | is_last  # a sequence without tokens has a final state
     else:
-        first = first // CHECKPOINT_EVERY * CHECKPOINT_EVERY
-    column, columns = program_values(value_tile, half, chunks, halved_from, V, HALVES)
+        first = first // CHECKPOINT_CHUNKS * CHECKPOINT_CHUNKS
+    column, columns = program_values(value_tile, half, chunks, narrow_tile_min_chunks, V, HALVES)
     if HALVES == 2:
         has_work = has_work & (columns > 0)
     checkpoint = 0
-    if CHECKPOINT_EVERY > 0:
-        checkpoint = (slot // CHECKPOINT_EVERY if PACKED else n * ((chunks - 1) // CHECKPOINT_EVERY)) - 1
+    if CHECKPOINT_CHUNKS > 0:
+        checkpoint = (slot // CHECKPOINT_CHUNKS if PACKED else n * ((chunks - 1) // CHECKPOINT_CHUNKS)) - 1
     if has_work:
         traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, EARLY, READ_EARLY,
-            CHECKPOINT_EVERY, SPLIT, OUTPUT, dtype, TERMS, IN_GRADIENTS, HALVES,
+            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, GATES_BEFORE, READ_BEFORE,
+            CHECKPOINT_CHUNKS, SEGMENT_CHUNKS, OUTPUT, dtype, TERMS, IN_GRADIENTS, HALVES,
         )  # fmt: skip
         T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
         smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)
-        gmem = GlobalPointers(state, o, final, checkpoints, states, xs, starts)
+        gmem = GlobalPointers(state, o, final, checkpoints, states, v_new, starts)
         work = WorkTile(
             start, length, window_first, first, first_stored, end, first_scratch_slot, checkpoint,
-            n, segment_slot(n, segment, first_scratch_slot, SPLIT), is_last, hv, column, columns,
+            n, segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), is_last, hv, column, columns,
         )  # fmt: skip
         gl.warp_specialize(
             [

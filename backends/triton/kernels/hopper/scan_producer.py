@@ -111,7 +111,7 @@ def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
     WRITE: gl.constexpr = traits.WRITE
-    EARLY: gl.constexpr = traits.EARLY
+    GATES_BEFORE: gl.constexpr = traits.GATES_BEFORE
     OUTPUT: gl.constexpr = traits.OUTPUT
     BY_CHANNEL: gl.constexpr = DECAY == "channel"
     OWN_KEY: gl.constexpr = traits.OWN_KEY
@@ -147,7 +147,7 @@ def producer(q, k, e, v, gates, wy_tiles, smem, slot, work, traits: gl.constexpr
             first_at = copy_pointers(first, H * K)
             mbarrier.wait(smem.empty.index(stage), phase)
             copy_key_tiles_async(smem.e if E_FIRST else smem.k, first_at, first, stage, rows, traits)
-            copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
+            copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, GATES_BEFORE, DELTA, WRITE)
             if OUTPUT:
                 copy_keys_async(smem.q, q + key, stage, rows, traits)
         async_copy.commit_group()

@@ -71,9 +71,11 @@ def store_p_tile(P, PENDING: gl.constexpr, P_s, smem, stage, scale, traits: gl.c
     j = gl.arange(0, 64, ACC_ROWS)[:, None]
     if traits.DECAY != "none":
         # may be inf or NaN at non-causal positions, masked below
-        G_i = smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.EARLY else smem.G.index(stage).load(ACC_COLUMNS)
+        G_i = (
+            smem.G_prev.index(stage).load(ACC_COLUMNS) if traits.GATES_BEFORE else smem.G.index(stage).load(ACC_COLUMNS)
+        )
         P *= gl.exp2(G_i[None, :] - smem.G.index(stage).load(ACC_ROWS)[:, None])
-    P_s.index(0).store(to_16_bits(gl.where(j + (1 if traits.READ_EARLY else 0) <= i, P * scale, 0.0), traits.dtype))
+    P_s.index(0).store(to_16_bits(gl.where(j + (1 if traits.READ_BEFORE else 0) <= i, P * scale, 0.0), traits.dtype))
     fence_async_shared()
     barrier()
 

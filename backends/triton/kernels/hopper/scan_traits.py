@@ -22,9 +22,9 @@ class KernelTraits(NamedTuple):
     NK: tiles of keys, each with 64 but the last with TAIL. NUM_STAGES: chunks in the ring buffer. DECAY: "none",
     "fixed" per head, "head": per token and head, or "channel": also per key. DELTA: the update has an erase term.
     OWN_KEY: its key is the operand e, as E is with a decay per channel. WRITE: there is a w. HAS_STATE: there is an
-    initial state. READ_EARLY: the output is read from the state before the token's update. EARLY: G before each token
+    initial state. READ_BEFORE: the output is read from the state before the token's update. GATES_BEFORE: G before each token
     is needed.
-    CHECKPOINT_EVERY: chunks between checkpoints (0: none). SPLIT: chunks per segment (0: one segment). OUTPUT: compute
+    CHECKPOINT_CHUNKS: chunks between checkpoints (0: none). SEGMENT_CHUNKS: chunks per segment (0: one segment). OUTPUT: compute
     o and the final state, else recompute the states of chunks. TERMS: 2 if S in S^T k, and x in S', are split into two
     terms (hi + lo); then NK <= 2. IN_GRADIENTS: states and dstates of a chunk are in the rows of its gradients.
     HALVES: 2 if long sequences have two programs per tile of 128 values, otherwise 1.
@@ -42,10 +42,10 @@ class KernelTraits(NamedTuple):
     OWN_KEY: Any
     WRITE: Any
     HAS_STATE: Any
-    EARLY: Any
-    READ_EARLY: Any
-    CHECKPOINT_EVERY: Any
-    SPLIT: Any
+    GATES_BEFORE: Any
+    READ_BEFORE: Any
+    CHECKPOINT_CHUNKS: Any
+    SEGMENT_CHUNKS: Any
     OUTPUT: Any
     dtype: Any
     TERMS: Any = 1
@@ -99,16 +99,16 @@ def value_tile_and_head(HV: gl.constexpr, V: gl.constexpr, HALVES: gl.constexpr)
 
 
 @gluon.jit
-def program_values(value_tile, half, chunks, halved_from, V: gl.constexpr, HALVES: gl.constexpr):
+def program_values(value_tile, half, chunks, narrow_tile_min_chunks, V: gl.constexpr, HALVES: gl.constexpr):
     """Return a program's first value and the number of values from it on, 0 if it has none.
 
-    With HALVES = 2 a sequence of at least `halved_from` chunks has a program for each half of a tile of 128 values, any
+    With HALVES = 2 a sequence of at least `narrow_tile_min_chunks` chunks has a program for each half of a tile of 128 values, any
     other sequence one program, the first, for the whole tile.
     """
     column = value_tile * 128
     columns = V - column
     if HALVES == 2:
-        halved = chunks >= halved_from
+        halved = chunks >= narrow_tile_min_chunks
         column += gl.where(halved, half * 64, 0)
         columns = gl.where(halved, gl.minimum(columns - half * 64, 64), gl.where(half == 0, columns, 0))
     return column, columns
@@ -144,7 +144,7 @@ class GlobalPointers(NamedTuple):
     """Global memory that the consumers read and write.
 
     state [N, HV, K, V]: initial state; o [B, T, HV, V]; final [N, HV, K, V]: final state; checkpoints [checkpoint, HV,
-    V, K]; states [scratch slot, HV, V, K] and xs [scratch slot, 64, HV, V]: recomputed S^T and x of each chunk; starts
+    V, K]; states [scratch slot, HV, V, K] and v_new [scratch slot, 64, HV, V]: recomputed S^T and x of each chunk; starts
     [segments, HV, V, K]: S^T at the start of each segment.
     """
 
@@ -153,7 +153,7 @@ class GlobalPointers(NamedTuple):
     final: Any
     checkpoints: Any
     states: Any
-    xs: Any
+    v_new: Any
     starts: Any
 
 
@@ -225,7 +225,7 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
         c_s = G_s
         w_s = allocate_vector_ring(NUM_STAGES) if traits.WRITE else G_s
     else:
-        G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, traits.EARLY, DELTA, traits.WRITE)
+        G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, traits.GATES_BEFORE, DELTA, traits.WRITE)
     k_full = allocate_barriers(NUM_STAGES, 1)
     v_full = allocate_barriers(NUM_STAGES, 1)
     empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS)

@@ -54,14 +54,14 @@ from deltazoo.backends.triton.kernels.layout import chunk_range, opaque_zero, se
 @gluon.jit
 def consumer(
     v, b, grads, dstate, starts, scale, smem, slot, slots, num_scratch_slots, windows, first, end, n, segment,
-    slot_of_segment, hv, traits: gl.constexpr, SPLIT: gl.constexpr,
+    slot_of_segment, hv, traits: gl.constexpr, SEGMENT_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """Consumer warp groups: sweep the chunks [first, end) of sequence n, the last first."""
     i = gl.arange(0, 128, gl.SliceLayout(1, ACC_VK))[:, None]
     j = gl.arange(0, 128, gl.SliceLayout(0, ACC_VK))[None, :]
     inside = (i < traits.V) & (j < traits.K)
     dstate_at = dstate + (n.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
-    if SPLIT > 0:
+    if SEGMENT_CHUNKS > 0:
         start_at = starts + (slot_of_segment.to(gl.int64) * traits.HV + hv) * traits.V * traits.K
         dS = gl.load(start_at + (i * traits.K + j), mask=inside, other=0.0)
     else:
@@ -87,12 +87,12 @@ def consumer(
 
 @gluon.jit(do_not_specialize=["slots", "num_scratch_slots", "T", "window", "windows", "num_segments"])
 def hopper_backward_sweep_kernel(
-    q, k, v, b, do, gates, wy_tiles, dstate, states, xs, dq, dk, dv, dgates, state_products, partial, starts, slopes,
+    q, k, v, b, do, gates, wy_tiles, dstate, states, v_new, dq, dk, dv, dgates, state_products, partial, starts, slopes,
     cu, slots, num_scratch_slots, scale, T, window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_EARLY: gl.constexpr, READ_EARLY: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    UNIT: gl.constexpr, SPLIT: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
+    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
+    UNIT: gl.constexpr, SEGMENT_CHUNKS: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
 ):  # fmt: skip
     """Parameters as in ../reverse.py and ../gradients.py; results as in ../gradients.py, with two K tiles per V tile.
 
@@ -108,7 +108,7 @@ def hopper_backward_sweep_kernel(
     hv = share // TILES
     n, segment = sequence_and_segment(pid // (HV * TILES), num_segments, HV * TILES)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SPLIT, PACKED
+        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
     )
     if first < end:
         traits: gl.constexpr = make_traits(
@@ -121,8 +121,8 @@ def hopper_backward_sweep_kernel(
             DELTA,
             ERASE,
             WRITE,
-            ERASE_EARLY,
-            READ_EARLY,
+            ERASE_PREVIOUS,
+            READ_BEFORE,
             DU_IS_DV,
             MIN_BETA,
             dtype,
@@ -131,22 +131,22 @@ def hopper_backward_sweep_kernel(
         if TILES > 1:
             # advance the pointers to the program's tile of values, and to its partial sums
             tile = share % TILES
-            GATE_ROWS: gl.constexpr = 4 if ERASE_EARLY or READ_EARLY else 3
+            GATE_ROWS: gl.constexpr = 4 if ERASE_PREVIOUS or READ_BEFORE else 3
             v += tile * 128
             do += tile * 128
             dv += tile * 128
             dstate += tile * 128
             states += tile * (128 * K)
             if DELTA:
-                xs += tile * 128
-            if SPLIT > 0:
+                v_new += tile * 128
+            if SEGMENT_CHUNKS > 0:
                 starts += tile * (128 * K)
             tile_offset = tile * 2 * (slots.to(gl.int64) * HV)
             state_products += tile_offset
             dgates += tile_offset * (GATE_ROWS * 64)
         grads = GradientPointers(dq, dk, dv, dgates, state_products, partial, slopes)
         smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, 1, slopes is not None)
-        values = xs if DELTA else v
+        values = v_new if DELTA else v
         gl.warp_specialize(
             [
                 (
@@ -154,8 +154,8 @@ def hopper_backward_sweep_kernel(
                     (
                         v, b, grads, dstate, starts, scale, smem,
                         slot, slots, num_scratch_slots, windows, first, end, n, segment,
-                        segment_slot(n, segment, first_scratch_slot, SPLIT), hv,
-                        traits, SPLIT,
+                        segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), hv,
+                        traits, SEGMENT_CHUNKS,
                     ),
                 ),
                 (

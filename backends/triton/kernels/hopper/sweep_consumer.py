@@ -7,7 +7,7 @@ sweep_reverse_scan.py computes dx, du, dv and dS. With these:
     dk = 2^(Gend - G) x dS' + dP^T q + dA^T k + de
 
 where S is the state before the chunk, dS' the gradient of the state after it, and G', G'' are G or G before each token
-(ERASE_EARLY, READ_EARLY). dG = q . dq + e . de - k . dk; terms of an early read or erase go to dG_prev. An additive
+(ERASE_PREVIOUS, READ_BEFORE). dG = q . dq + e . de - k . dk; terms of an early read or erase go to dG_prev. An additive
 update has du = dx and no dA or de, and its dP includes w. With EFLA and Longhorn dk also has the gradient through the
 strengths, (m du . x) k (../step_size.py); its factors pass between the warp groups in smem.steps.
 """
@@ -72,14 +72,14 @@ def chunk_gradients(
     DELTA: gl.constexpr = traits.DELTA
     ERASE: gl.constexpr = traits.ERASE
     WRITE: gl.constexpr = traits.WRITE
-    ERASE_EARLY: gl.constexpr = traits.ERASE_EARLY
-    READ_EARLY: gl.constexpr = traits.READ_EARLY
+    ERASE_PREVIOUS: gl.constexpr = traits.ERASE_PREVIOUS
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
     DU_IS_DV: gl.constexpr = traits.DU_IS_DV
     MIN_BETA: gl.constexpr = traits.MIN_BETA
     dtype: gl.constexpr = traits.dtype
-    EARLY: gl.constexpr = ERASE_EARLY or READ_EARLY
-    GATE_ROWS: gl.constexpr = 4 if EARLY else 3
-    DIAGONAL: gl.constexpr = 1 if READ_EARLY else 0
+    GATES_BEFORE: gl.constexpr = ERASE_PREVIOUS or READ_BEFORE
+    GATE_ROWS: gl.constexpr = 4 if GATES_BEFORE else 3
+    DIAGONAL: gl.constexpr = 1 if READ_BEFORE else 0
     # d_log_decay is a sum over products with dP and dA that nearly cancel
     SPLIT_DP: gl.constexpr = traits.TERMS == 2 and DECAY != "none"
     DP_TERMS: gl.constexpr = 2 if SPLIT_DP else 1
@@ -99,9 +99,9 @@ def chunk_gradients(
     dk_state = warpgroup_mma(smem.x.index(zero), smem.dS.index(zero), dk_state, use_acc=False, is_async=True)
     if DECAY != "none":
         G = smem.G.index(stage).load(ACC_TK_ROWS)
-        G_early = smem.G_prev.index(stage).load(ACC_TK_ROWS) if EARLY else G
-        G_q = G_early if READ_EARLY else G
-        G_e = G_early if ERASE_EARLY else G
+        G_early = smem.G_prev.index(stage).load(ACC_TK_ROWS) if GATES_BEFORE else G
+        G_q = G_early if READ_BEFORE else G
+        G_e = G_early if ERASE_PREVIOUS else G
         read_scale = gl.exp2(G_q) * scale
         key_scale = gl.exp2(smem.G.index(stage).slice(63, 1).load(ACC_TK_ROWS) - G)
     if DELTA and ERASE and not (DU_IS_DV and WRITE):
@@ -124,7 +124,7 @@ def chunk_gradients(
             # may be inf or NaN at non-causal positions, masked below
             G_j = smem.G.index(stage).load(ACC_TT_COLUMNS)
             D_q = gl.exp2(gl.convert_layout(G_q, ACC_TT_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
-            if READ_EARLY == ERASE_EARLY:
+            if READ_BEFORE == ERASE_PREVIOUS:
                 D_e = D_q
             else:
                 D_e = gl.exp2(gl.convert_layout(G_e, ACC_TT_ROWS, assert_trivial=True)[:, None] - G_j[None, :])
@@ -228,15 +228,15 @@ def chunk_gradients(
             if ERASE:
                 store_half_sums(gates_at + 64, gate_stride, e_de, ACC_TK_HALVES)
     if DECAY != "none":
-        if EARLY:
+        if GATES_BEFORE:
             dG_prev = gl.full([64, 2], 0.0, gl.float32, gl.SliceLayout(2, ACC_TK_HALVES))
             dG = gl.full([64, 2], 0.0, gl.float32, gl.SliceLayout(2, ACC_TK_HALVES))
-            if READ_EARLY:
+            if READ_BEFORE:
                 dG_prev += q_dq
             else:
                 dG += q_dq
             if DELTA:
-                if ERASE_EARLY:
+                if ERASE_PREVIOUS:
                     dG_prev += e_de
                 else:
                     dG += e_de

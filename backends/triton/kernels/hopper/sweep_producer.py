@@ -29,7 +29,7 @@ def copy_chunk(
     Two cp.async groups: k, do, P^T and the gates, then q and T. token: the chunk's first token; share: this program's
     number among all SHARES.
     """
-    EARLY: gl.constexpr = traits.ERASE_EARLY or traits.READ_EARLY
+    GATES_BEFORE: gl.constexpr = traits.ERASE_PREVIOUS or traits.READ_BEFORE
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
     WRITE: gl.constexpr = traits.WRITE
@@ -52,7 +52,7 @@ def copy_chunk(
     do_s = smem.do.index(stage)
     value = (token * HV + hv) * V
     copy_tile_async(do_s, copy_pointers(do + value, HV * V, 64, 128, zero), 0, tokens_left, V, True, MASK_V)
-    copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, EARLY, DELTA, WRITE)
+    copy_gates_async(gates + gate_row * 192, smem, stage, DECAY, GATES_BEFORE, DELTA, WRITE)
     if DELTA:
         wy_tile = wy_tiles + gate_row * (traits.TERMS * 64 * 72)
         P_s = smem.P.index(stage)
@@ -82,12 +82,12 @@ def copy_low_inverse(wy_tiles, smem, gate_row, parity, zero):
 
 @gluon.jit
 def producer(
-    q, k, do, gates, wy_tiles, states, xs, smem, start, length, slot, window_first, first, end, first_scratch_slot, hv,
+    q, k, do, gates, wy_tiles, states, v_new, smem, start, length, slot, window_first, first, end, first_scratch_slot, hv,
     share, traits: gl.constexpr,
 ):  # fmt: skip
     """Producer warp group: for each chunk, the last first, copy its S^T and x, then the tiles of the chunk before it.
 
-    slot: slot of the sequence's first chunk; first_scratch_slot: scratch slot of chunk window_first, in states and xs.
+    slot: slot of the sequence's first chunk; first_scratch_slot: scratch slot of chunk window_first, in states and v_new.
     """
     HV: gl.constexpr = traits.HV
     K: gl.constexpr = traits.K
@@ -111,7 +111,7 @@ def producer(
         at = copy_pointers(states + (scratch_slot * HV + hv) * V * K, K, 128, 128, zero)
         copy_tile_async(smem.S.index(zero), at, 0, V, K, V % 128 != 0, K % 128 != 0)
         x_row = scratch_slot * 64 if traits.DELTA else token
-        x_at = copy_pointers(xs + (x_row * HV + hv) * V, HV * V, 64, 128, zero)
+        x_at = copy_pointers(v_new + (x_row * HV + hv) * V, HV * V, 64, 128, zero)
         copy_tile_async(smem.x.index(zero), x_at, 0, length - c * 64, V, MASK_X, V % 128 != 0)
         async_copy.commit_group()
         # Wait for the release of the previous chunk before arriving on state_full. After that arrival the consumers

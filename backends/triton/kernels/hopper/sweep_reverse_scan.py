@@ -2,7 +2,7 @@
 
     dx = P^T do + 2^(Gend - G) k dS',   du = T^T dx,   dv = w du,   dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c k)^T du
 
-dS' is the gradient of the state after the chunk, G'' is G or G before each token (READ_EARLY). prepare.py defines T,
+dS' is the gradient of the state after the chunk, G'' is G or G before each token (READ_BEFORE). prepare.py defines T,
 P, G, c and w. S and dS are kept transposed, as [V, K]. An additive update has du = dx.
 """
 
@@ -72,7 +72,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     DECAY: gl.constexpr = traits.DECAY
     DELTA: gl.constexpr = traits.DELTA
     WRITE: gl.constexpr = traits.WRITE
-    READ_EARLY: gl.constexpr = traits.READ_EARLY
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
     DU_IS_DV: gl.constexpr = traits.DU_IS_DV
     MIN_BETA: gl.constexpr = traits.MIN_BETA
     dtype: gl.constexpr = traits.dtype
@@ -101,7 +101,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         dx_intra = warpgroup_mma(do_T, smem.P.index(stage).permute((1, 0)), dx_intra, use_acc=False, is_async=True)
     if DECAY != "none":
         G = smem.G.index(stage).load(ACC_VT_COLUMNS)
-        G_read = smem.G_prev.index(stage).load(ACC_VT_COLUMNS) if READ_EARLY else G
+        G_read = smem.G_prev.index(stage).load(ACC_VT_COLUMNS) if READ_BEFORE else G
     do_tile = to_float32(gl.convert_layout(a_do, ACC_VT, assert_trivial=True))
     if DECAY != "none":
         do_tile *= (gl.exp2(G_read) * scale)[None, :]
@@ -177,7 +177,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         i = gl.arange(0, 64, ACC_TT_ROWS)[:, None]
         j = gl.arange(0, 64, ACC_TT_COLUMNS)[None, :]
         if DECAY != "none":
-            G_i = smem.G_prev.index(stage).load(ACC_TT_ROWS) if READ_EARLY else smem.G.index(stage).load(ACC_TT_ROWS)
+            G_i = smem.G_prev.index(stage).load(ACC_TT_ROWS) if READ_BEFORE else smem.G.index(stage).load(ACC_TT_ROWS)
             # may be inf or NaN at non-causal positions, masked below
             D = gl.exp2(G_i[:, None] - smem.G.index(stage).load(ACC_TT_COLUMNS)[None, :]) * scale
             P *= D
@@ -187,7 +187,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
             dP *= scale
         if WRITE:
             dP *= clamp_away_from_zero(smem.w.index(stage).load(ACC_TT_COLUMNS), MIN_BETA)[None, :]
-        causal = i >= j + (1 if READ_EARLY else 0)
+        causal = i >= j + (1 if READ_BEFORE else 0)
         smem.P.index(stage).store(to_16_bits(gl.where(causal, P, 0.0), dtype))
         smem.dP.index(stage).store(to_16_bits(gl.where(causal, dP, 0.0), dtype))
         fence_async_shared()

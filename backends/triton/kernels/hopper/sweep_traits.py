@@ -23,7 +23,7 @@ class KernelTraits(NamedTuple):
 
     V: values per head. SHARES: programs that contribute to dq and dk of all key heads, one for each value head and tile
     of 128 values; where SHARES > H, sum_groups_kernel adds their results. DECAY, DELTA: as in scan_traits.py. ERASE,
-    WRITE: there is a b, a w. ERASE_EARLY, READ_EARLY: erase or read the state before the token's decay or update.
+    WRITE: there is a b, a w. ERASE_PREVIOUS, READ_BEFORE: erase or read the state before the token's decay or update.
     DU_IS_DV: du is not stored because dv = w du and w is b, or there is no w. MIN_BETA: |b| and |w| are clamped to at
     least this where a result is divided by them. dtype: of the tiles. TERMS: 2 if values that feed back into S and dS
     are split into two terms (hi + lo).
@@ -38,8 +38,8 @@ class KernelTraits(NamedTuple):
     DELTA: Any
     ERASE: Any
     WRITE: Any
-    ERASE_EARLY: Any
-    READ_EARLY: Any
+    ERASE_PREVIOUS: Any
+    READ_BEFORE: Any
     DU_IS_DV: Any
     MIN_BETA: Any
     dtype: Any
@@ -119,7 +119,7 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
 
     EMPTY_BARRIERS: one for all stages, or one per stage. STEPS: with steps.
     """
-    EARLY: gl.constexpr = traits.ERASE_EARLY or traits.READ_EARLY
+    GATES_BEFORE: gl.constexpr = traits.ERASE_PREVIOUS or traits.READ_BEFORE
     dtype: gl.constexpr = traits.dtype
     k_s = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 128], SMEM_TILE)
     q_s = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, 128], SMEM_TILE)
@@ -136,10 +136,10 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
         T_s = P_s
         du_s = x_s
         dP_s = allocate_tile(dtype, NUM_STAGES=NUM_STAGES)
-    G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, EARLY, traits.DELTA, traits.WRITE)
+    G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, GATES_BEFORE, traits.DELTA, traits.WRITE)
     sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SMEM_SUMS)
     # float32 does not fit beside the ring of G_prev
-    steps_dtype: gl.constexpr = gl.bfloat16 if EARLY else gl.float32
+    steps_dtype: gl.constexpr = gl.bfloat16 if GATES_BEFORE else gl.float32
     steps_s = gl.allocate_shared_memory(steps_dtype, [2, 64], SMEM_SUMS) if STEPS else sums_s
     chunk_info_s = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 8], SMEM_VECTOR)
     k_full = allocate_barriers(NUM_STAGES, 1)

@@ -1,0 +1,455 @@
+"""The kernels of an update: the step that each computes, what it supports, its grid, tiles, warps and registers.
+
+A kernel for a new architecture is a `Kernel` in `KERNELS`; plan, heuristic, tuner, launch code and `explain` read this
+registry. Kernels are named by strings, so that a plan needs no Triton. README.md has a row for each kernel.
+
+B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width
+"""
+
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
+
+import torch
+
+from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.triton.problem import SCALAR_DECAYS, Decay, Problem, Transition, architecture
+from deltazoo.backends.triton.tiles import (
+    cdiv,
+    key_tiles,
+    limit_warps,
+    min_key_tile,
+    most_registers,
+    power_of_two,
+    value_tile,
+)
+
+CHUNK = 64  # tokens per chunk by default
+# Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
+# 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
+_WARP_SPECIALIZED_REGISTERS = 168
+_KEY_TILE = 64  # keys per step of the portable preparations for decays per channel; ptxas miscompiled narrower products
+_MARKED_HEADS = 8  # heads per program of the portable DPLR kernels that compute marked chunks alone
+_ANY_WIDTH = range(1, 2**31)
+_DECAYS: tuple[Decay, ...] = (*SCALAR_DECAYS, "channel")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Support(NamedTuple):
+    """The devices and problems that a kernel takes.
+
+    Args:
+        architectures: of the devices; empty: every one that the backend supports.
+        transitions, decays, dtypes: of the problem. keys, values: widths per head.
+        extra_keys: widths of keys with a decay per channel or an erase key. own_key: takes an erase key beside a decay
+            that is not per channel. grouped: takes grouped heads.
+        aligned: needs saved states of the operands' dtype, chunks of 64 tokens, and widths that are multiples of 8,
+            because rows are copied by 16 bytes.
+    """
+
+    architectures: frozenset[str] = frozenset()
+    transitions: tuple[Transition, ...] = ("additive", "delta", "dplr")
+    decays: tuple[Decay, ...] = _DECAYS
+    dtypes: tuple[torch.dtype, ...] = _FLOATS
+    keys: Container[int] = range(1, 257)
+    values: Container[int] = _ANY_WIDTH
+    extra_keys: Container[int] = range(1, 257)
+    own_key: bool = True
+    grouped: bool = True
+    aligned: bool = False
+
+    def takes(self, problem: Problem, device: DeviceSpec, chunk: int) -> bool:
+        """Whether the kernel takes a problem on a device with chunks of so many tokens."""
+        if self.architectures and architecture(device) not in self.architectures:
+            return False
+        if not self.is_for(problem) or problem.dtype not in self.dtypes:
+            return False
+        if problem.K not in self.keys or problem.V not in self.values:
+            return False
+        if problem.extra_keys and problem.K not in self.extra_keys:
+            return False
+        if problem.erase_key and not problem.by_channel and not self.own_key:
+            return False
+        if problem.grouped and not self.grouped:
+            return False
+        is_aligned = problem.saved_dtype == problem.dtype and chunk == 64 and problem.K % 8 == problem.V % 8 == 0
+        return is_aligned or not self.aligned
+
+    def is_for(self, problem: Problem) -> bool:
+        """Whether the kernel computes this transition with this decay."""
+        return problem.transition in self.transitions and problem.decay in self.decays
+
+    def needs(self) -> list[str]:
+        """Print the conditions."""
+        needs = [f"an {' or '.join(sorted(self.architectures))} GPU"] if self.architectures else []
+        if self.dtypes != _FLOATS:
+            needs.append(" or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
+        if self.aligned:
+            needs.append("saved states of the operands' dtype, chunks of 64 tokens, widths that are multiples of 8")
+        needs += [f"K {widths(self.keys)}", f"V {widths(self.values)}"]
+        if self.extra_keys != self.keys:
+            needs.append(f"K {widths(self.extra_keys)} with a decay per channel or an erase key")
+        needs += [] if self.own_key else ["no erase key unless the decay is per channel"]
+        needs += [] if self.grouped else ["H = HV"]
+        return [*needs, f"transition {', '.join(self.transitions)}", f"decay {', '.join(self.decays)}"]
+
+
+class Span(NamedTuple):
+    """The chunks that one launch covers: one window of every sequence, divided into segments.
+
+    Args:
+        segments: segments of a window, computed in parallel. chunks: per segment; 0: the window is one segment.
+        checkpoint_chunks: chunks between two checkpoints that are stored or loaded; 0: none.
+        unit: windows end at multiples of so many chunks. windows: windows of a sequence. window: which of them.
+        slots: chunk slots of the window.
+        narrow_tile_min_chunks: sequences of at least so many chunks have a program for each narrow tile; 0: none has.
+    """
+
+    segments: int = 1
+    chunks: int = 0
+    checkpoint_chunks: int = 0
+    unit: int = 1
+    windows: int = 1
+    window: int = 0
+    slots: int = 0
+    narrow_tile_min_chunks: int = 0
+
+
+class Tiles(NamedTuple):
+    """The tiles of a kernel's programs.
+
+    Args:
+        values: value columns per program; of prepare the block size from which the inverse works on whole chunks.
+        keys: key columns per program or step; 0: all.
+        heads: heads per program. narrow: value columns of the programs for long sequences; 0: there are none.
+    """
+
+    values: int = 0
+    keys: int = 0
+    heads: int = 1
+    narrow: int = 0
+
+
+class Options(NamedTuple):
+    """warps: of 32 threads per program. stages: of the software pipeline. registers: the most per thread."""
+
+    warps: int = 4
+    stages: int = 1
+    registers: int | None = None
+
+
+class Kernel(NamedTuple):
+    """One version of a phase of the update.
+
+    Args:
+        name: of the function. module: its module below `deltazoo.backends.triton.kernels`.
+        phase: what it computes. version: the name by which a launch config asks for it.
+        support: what it takes.
+        programs: its grid, from the problem, the span and the tiles.
+        tiles: from the problem and the phase's `Launch` in the config. options: from these and the tokens per chunk.
+        replaces: later phases that it also computes.
+        marked: the kernel launched after it, for the chunks that it marks.
+    """
+
+    name: str
+    module: str
+    phase: str
+    version: str
+    support: Support
+    programs: Callable[[Problem, Span, Tiles], int]
+    tiles: Callable[[Problem, Any], Tiles]
+    options: Callable[[Problem, Any, int], Options]
+    replaces: tuple[str, ...] = ()
+    marked: "Kernel | None" = None
+
+
+def per_chunk_and_key_head(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(span.slots * problem.H)
+
+
+def per_chunk_and_heads(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(span.slots * cdiv(problem.HV, tiles.heads))
+
+
+def per_chunk_and_key_tile(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(span.slots * cdiv(problem.HV, tiles.heads) * cdiv(problem.K, tiles.keys))
+
+
+def per_sequence(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(problem.N * problem.HV)
+
+
+def per_sequence_and_value_tile(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(problem.N * problem.HV * cdiv(problem.V, tiles.values))
+
+
+def per_segment(problem: Problem, span: Span, tiles: Tiles) -> int:
+    """Programs per segment, value head and tile of values; two per tile if long sequences have narrow tiles."""
+    halves = tiles.values // tiles.narrow if span.narrow_tile_min_chunks else 1
+    return int(problem.N * span.segments * problem.HV * cdiv(problem.V, tiles.values) * halves)
+
+
+def per_segment_with_map(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return per_segment(problem, span, tiles) + per_segment_of_map(problem, span, tiles)
+
+
+def per_segment_of_map(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(problem.N * span.segments * problem.HV * cdiv(problem.K, tiles.values))
+
+
+def fixed_tiles(values: int = 0, keys: int = 0, narrow: int = 0) -> Callable[[Problem, Any], Tiles]:
+    """Return the same tiles for each problem; keys are at most those of the problem's first key tile."""
+    return lambda problem, launch: Tiles(values, min(keys, key_tiles(problem.K)[0]), 1, narrow)
+
+
+def fixed_options(warps: int = 4, registers: int | None = None) -> Callable[[Problem, Any, int], Options]:
+    """Return the same options for each problem."""
+    return lambda problem, launch, chunk: Options(warps, 1, registers)
+
+
+def _scan_tiles(problem: Problem, launch: Any) -> Tiles:
+    return Tiles(values=value_tile(launch.tile, problem.V))
+
+
+def _prepare_tiles(problem: Problem, launch: Any) -> Tiles:
+    return Tiles(values=launch.tile, keys=_KEY_TILE)
+
+
+def _marked_prepare_tiles(problem: Problem, launch: Any) -> Tiles:
+    return Tiles(launch.tile, _KEY_TILE, min(power_of_two(problem.HV), _MARKED_HEADS))
+
+
+def _gradients_tiles(problem: Problem, launch: Any) -> Tiles:
+    widest = key_tiles(problem.K)[0]
+    keys = min(max(launch.keys or widest, min_key_tile(problem.saved_dtype)), widest)
+    return Tiles(value_tile(launch.tile, problem.V), keys)
+
+
+def _marked_gradients_tiles(problem: Problem, launch: Any) -> Tiles:
+    return _gradients_tiles(problem, launch)._replace(heads=min(power_of_two(problem.HV), _MARKED_HEADS))
+
+
+def _most_registers(problem: Problem, launch: Any, chunk: int) -> Options:
+    return Options(launch.warps, launch.stages, most_registers(launch.warps))
+
+
+def _prepare_options(problem: Problem, launch: Any, chunk: int) -> Options:
+    if problem.terms == 2 or problem.dtype == torch.float32:
+        return _most_registers(problem, launch, chunk)
+    three_programs_per_sm = not problem.grouped and chunk == 64
+    return Options(launch.warps, launch.stages, 160 if three_programs_per_sm else None)
+
+
+def _sm90_prepare_options(problem: Problem, launch: Any, chunk: int) -> Options:
+    """Choose the registers for three programs per SM with grouped heads, else five.
+
+    With one term five need no limit, except with the step sizes of EFLA and Longhorn, which take a few registers more.
+    """
+    if problem.grouped:
+        return Options(registers=168)
+    return Options(registers=96 if problem.terms == 2 or problem.reparam != "none" else None)
+
+
+def _sm90_channel_prepare_options(problem: Problem, launch: Any, chunk: int) -> Options:
+    """Choose the registers for three programs per SM, or two if the kernel would spill at that."""
+    before = problem.erase_from == "previous" or problem.read == "before"
+    three = problem.K <= 128 and not problem.erase_key and not before
+    return Options(registers=168 if three else None)
+
+
+def _gradients_options(problem: Problem, launch: Any, chunk: int) -> Options:
+    small = problem.saved_dtype.itemsize == 2 and launch.warps == 4
+    small = small and max(_gradients_tiles(problem, launch).keys, launch.tile) <= 64
+    three_programs_per_sm = small and not problem.delta
+    return Options(launch.warps, launch.stages, 168 if three_programs_per_sm else most_registers(launch.warps))
+
+
+def _sm90_dplr_gradients_options(problem: Problem, launch: Any, chunk: int) -> Options:
+    two_programs_per_sm = problem.V == 64
+    return Options(8, 1, 128 if two_programs_per_sm else None)
+
+
+def _decode_tiles(problem: Problem, launch: Any) -> Tiles:
+    return Tiles(values=min(launch.tile, power_of_two(problem.V)))
+
+
+def _decode_options(problem: Problem, launch: Any, chunk: int) -> Options:
+    elements = power_of_two(problem.K) * _decode_tiles(problem, launch).values
+    return Options(limit_warps(launch.warps, elements), launch.stages)
+
+
+_SM90 = Support(
+    architectures=frozenset({"sm90"}), dtypes=(torch.float16, torch.bfloat16), aligned=True,
+    transitions=("additive", "delta"),
+)  # fmt: skip
+# with more keys and a decay per channel or an erase key two stages of the ring buffer do not fit
+_SM90_SCAN = _SM90._replace(values=range(33, 513), extra_keys=range(1, 129))
+_SM90_SWEEP = _SM90._replace(keys=range(65, 129), decays=SCALAR_DECAYS, own_key=False)
+_SM90_DPLR = _SM90._replace(transitions=("dplr",), decays=("channel",), keys=(64, 128), values=(64, 128))
+_SCALAR = Support(transitions=("additive", "delta"), decays=SCALAR_DECAYS)
+_CHANNEL = Support(transitions=("additive", "delta"), decays=("channel",))
+_DPLR = Support(transitions=("dplr",), decays=("channel",))
+_PAIR = fixed_tiles(values=128, narrow=64)
+
+_GATES = Kernel(
+    "gates_kernel", "prepare", "prepare", "portable", _SCALAR._replace(transitions=("additive",)),
+    per_chunk_and_heads, lambda problem, launch: Tiles(heads=min(power_of_two(problem.HV), 16)), fixed_options(),
+)  # fmt: skip
+_DPLR_PREPARE = Kernel(
+    "pair_prepare_kernel", "channel.pair_prepare", "prepare", "portable", _DPLR, per_chunk_and_heads,
+    _prepare_tiles, _most_registers,
+)  # fmt: skip
+_DPLR_GRADIENTS = Kernel(
+    "pair_gradients_kernel", "channel.pair_gradients", "gradients", "portable", _DPLR, per_chunk_and_key_tile,
+    _gradients_tiles, _most_registers,
+)  # fmt: skip
+_SCAN = Kernel("scan_kernel", "scan", "scan", "portable", Support(), per_segment, _scan_tiles, _most_registers)
+_SM90_SCAN_KERNEL = Kernel(
+    "hopper_scan_kernel", "hopper.scan", "scan", "sm90", _SM90_SCAN, per_segment, _PAIR,
+    fixed_options(registers=_WARP_SPECIALIZED_REGISTERS),
+)  # fmt: skip
+_REVERSE = Kernel(
+    "reverse_kernel", "reverse", "reverse", "portable", Support(), per_segment, _scan_tiles, _most_registers
+)
+
+# The versions of each phase, in the order of preference.
+KERNELS: dict[str, list[Kernel]] = {
+    "prepare": [
+        _GATES._replace(version="sm90", support=_SM90._replace(transitions=("additive",), decays=SCALAR_DECAYS)),
+        Kernel(
+            "hopper_prepare_kernel", "hopper.prepare", "prepare", "sm90",
+            _SM90._replace(transitions=("delta",), decays=SCALAR_DECAYS), per_chunk_and_key_head, fixed_tiles(),
+            _sm90_prepare_options,
+        ),
+        Kernel(
+            "hopper_channel_prepare_kernel", "hopper.channel_prepare", "prepare", "sm90",
+            _SM90._replace(decays=("channel",)), per_chunk_and_heads, fixed_tiles(), _sm90_channel_prepare_options,
+        ),
+        Kernel(
+            "hopper_pair_prepare_kernel", "hopper.pair_prepare", "prepare", "sm90", _SM90_DPLR, per_chunk_and_heads,
+            fixed_tiles(), fixed_options(), marked=_DPLR_PREPARE._replace(tiles=_marked_prepare_tiles),
+        ),
+        _GATES,
+        Kernel(
+            "prepare_kernel", "prepare", "prepare", "portable", _SCALAR._replace(transitions=("delta",)),
+            per_chunk_and_key_head, _prepare_tiles, _prepare_options,
+        ),
+        Kernel(
+            "channel_prepare_kernel", "channel.prepare", "prepare", "portable", _CHANNEL, per_chunk_and_heads,
+            _prepare_tiles, _most_registers,
+        ),
+        _DPLR_PREPARE,
+    ],
+    "scan": [_SM90_SCAN_KERNEL, _SCAN],
+    "recompute": [_SM90_SCAN_KERNEL._replace(phase="recompute"), _SCAN._replace(phase="recompute")],
+    "reverse": [
+        # one program per sequence and head, 128 values, and no other program adds to its key gradients
+        Kernel(
+            "hopper_fused_backward_kernel", "hopper.fused_backward", "reverse", "fused",
+            _SM90_SWEEP._replace(values=range(33, 129), grouped=False), per_sequence, fixed_tiles(128, 64),
+            fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("recompute", "gradients"),
+        ),
+        # more keys do not fit its registers, with fewer keys half of its work would be padding
+        Kernel(
+            "hopper_backward_sweep_kernel", "hopper.sweep", "reverse", "sm90",
+            _SM90_SWEEP._replace(values=(*range(33, 129), 256, 384, 512)), per_segment, fixed_tiles(128, 64),
+            fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("gradients",),
+        ),
+        Kernel(
+            "hopper_reverse_kernel", "hopper.reverse", "reverse", "sm90", _SM90_SCAN, per_segment, _PAIR,
+            fixed_options(registers=_WARP_SPECIALIZED_REGISTERS),
+        ),
+        _REVERSE,
+    ],
+    "gradients": [
+        Kernel(
+            "hopper_gradients_kernel", "hopper.gradients", "gradients", "sm90",
+            _SM90._replace(decays=SCALAR_DECAYS, values=range(1, 513)), per_chunk_and_key_tile, fixed_tiles(0, 64),
+            fixed_options(),
+        ),
+        Kernel(
+            "hopper_channel_gradients_kernel", "hopper.channel_gradients", "gradients", "sm90",
+            _SM90._replace(transitions=("delta",), decays=("channel",), values=range(1, 513)), per_chunk_and_key_tile,
+            fixed_tiles(0, 64), fixed_options(),
+        ),
+        Kernel(
+            "hopper_additive_gradients_kernel", "hopper.additive_gradients", "gradients", "sm90",
+            _SM90._replace(transitions=("additive",), decays=("channel",), values=range(1, 513)),
+            per_chunk_and_key_tile, fixed_tiles(0, 64), fixed_options(),
+        ),
+        Kernel(
+            "hopper_pair_gradients_kernel", "hopper.pair_gradients", "gradients", "sm90",
+            _SM90_DPLR._replace(dtypes=(torch.bfloat16,)),  # factors of up to 2^60 exceed the range of float16
+            per_chunk_and_key_tile, fixed_tiles(0, 64), _sm90_dplr_gradients_options,
+            marked=_DPLR_GRADIENTS._replace(tiles=_marked_gradients_tiles),
+        ),
+        Kernel(
+            "gradients_kernel", "gradients", "gradients", "portable", _SCALAR, per_chunk_and_key_tile,
+            _gradients_tiles, _gradients_options,
+        ),
+        Kernel(
+            "channel_gradients_kernel", "channel.gradients", "gradients", "portable", _CHANNEL, per_chunk_and_key_tile,
+            _gradients_tiles, _most_registers,
+        ),
+        _DPLR_GRADIENTS,
+    ],
+    "decode": [
+        Kernel(
+            "decode_kernel", "decode.step", "decode", "portable", Support(), per_sequence_and_value_tile, _decode_tiles,
+            _decode_options,
+        )
+    ],
+    "fused_step": [
+        Kernel(
+            "fused_step_kernel", "decode.fused_step", "fused_step", "portable", Support(), per_sequence, _decode_tiles,
+            _decode_options,
+        )
+    ],
+}  # fmt: skip
+PHASES = ("prepare", "scan", "recompute", "reverse", "gradients")  # of one update; the others are of one token
+STEPS = ("decode", "fused_step")  # of one token: of the update, of a mixer
+
+# Kernels that have one version, and follow from the others.
+SEGMENT_ENDS = _SCAN._replace(programs=per_segment_with_map)
+SEGMENT_MAPS = _SCAN._replace(programs=per_segment_of_map)
+SEGMENT_GRADIENTS = _REVERSE
+COMBINE = Kernel(
+    "combine_kernel", "combine", "combine", "portable", Support(), per_sequence_and_value_tile,
+    lambda problem, launch: Tiles(values=value_tile(64, problem.V)), fixed_options(),
+)  # fmt: skip
+SUM_GROUPS = Kernel(
+    "sum_groups_kernel", "gradients", "group sums", "portable", Support(), per_chunk_and_key_head,
+    fixed_tiles(keys=128), fixed_options(warps=8),
+)  # fmt: skip
+GATE_GRADIENTS = Kernel(
+    "gate_gradients_kernel", "gradients", "gate gradients", "portable", Support(), per_chunk_and_heads, fixed_tiles(),
+    fixed_options(warps=1),
+)  # fmt: skip
+TAIL = Kernel(
+    "zero_tail_kernel", "zero_tail", "tail", "portable", Support(), lambda problem, span, tiles: 64, fixed_tiles(),
+    fixed_options(),
+)  # fmt: skip
+
+
+def versions(phase: str) -> tuple[str, ...]:
+    """The versions of a phase that a launch config may ask for."""
+    return tuple(dict.fromkeys(kernel.version for kernel in KERNELS.get(phase, ())))
+
+
+def choose(phase: str, version: str, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> Kernel | None:
+    """The kernel of a version that takes a problem on a device; None if there is none."""
+    return next((k for k in KERNELS[phase] if k.version == version and k.support.takes(problem, device, chunk)), None)
+
+
+def takes(phase: str, version: str, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> bool:
+    """Whether a version of a phase takes a problem on a device."""
+    return choose(phase, version, problem, device, chunk) is not None
+
+
+def widths(numbers: Container[int]) -> str:
+    """Print a range of widths, or single ones."""
+    if not isinstance(numbers, range):
+        listed = sorted(numbers)  # type: ignore[call-overload]
+        first = next((n for n in listed if n + 1 not in listed), listed[-1])
+        head = f"{listed[0]} to {first}" if first > listed[0] else str(first)
+        return " or ".join([head, *(str(n) for n in listed if n > first)])
+    return f"{numbers[0]} to {numbers[-1]}" if numbers[-1] < 2**31 - 1 else f"{numbers[0]} and more"

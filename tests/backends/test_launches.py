@@ -1,0 +1,158 @@
+"""The launches of a plan are those that run: for the same update, one to one and in order."""
+
+import itertools
+
+import pytest
+import torch
+from pairs import pairwise
+from triton_cases import CONFIGS, DEVICE, INTERPRETED, SHAPES, SPECS
+
+from deltazoo import UpdateMeta, UpdateSpec, bind, explain, watch
+from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.devices import INTERPRETER, DeviceSpec
+from deltazoo.backends.shapes import Shape
+from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend, launcher
+from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.element.show import element_plans
+from deltazoo.backends.triton.limits import limits_of
+from deltazoo.backends.triton.plan import Plan
+from deltazoo.backends.triton.route import route_of
+from deltazoo.backends.triton.show import plan_for
+
+DEVICES = {
+    name: DeviceSpec.named(name)._replace(triton="3.7.1")
+    for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
+}
+DEVICES["few"] = DEVICES["NVIDIA H200"]._replace(name="a GPU of few SMs", processors=4)
+EVERY_SPEC = SPECS | {
+    "kda": UpdateSpec(decay="channel", beta="head"),
+    "gla": UpdateSpec(decay="channel", transition="additive"),
+    "gated deltanet 2": UpdateSpec(decay="channel", beta="channel"),
+    "dplr, scalar decay": UpdateSpec(decay="head", transition="dplr"),
+    "rate": UpdateSpec(decay="rate", transition="additive"),
+    "rate, delta": UpdateSpec(decay="rate", beta="head"),
+}
+SIZES = {
+    "widest sweep": Shape("widest sweep", B=2, T=200, H=2, HV=2, K=128, V=128),
+    "grouped": Shape("grouped", B=1, T=2048, H=2, HV=4, K=64, V=64),
+    "pack": Shape("pack", B=1, T=300, H=2, HV=4, K=128, V=128, lengths=(100, 0, 200)),
+    "segments": Shape("segments", B=1, T=4200, H=1, HV=1, K=128, V=64),
+    "segments of a pack": Shape("segments of a pack", B=1, T=4300, H=1, HV=2, K=64, V=256, lengths=(4000, 300)),
+    "wide": Shape("wide", B=1, T=130, H=1, HV=2, K=200, V=400),
+    "odd": Shape("odd", B=2, T=70, H=1, HV=2, K=5, V=9),
+    "narrow": Shape("narrow", B=2, T=100, H=2, HV=4, K=16, V=2),
+    "whole chunks": Shape("whole chunks", B=2, T=256, H=2, HV=2, K=128, V=128),
+    "one token": Shape("one token", B=3, T=1, H=2, HV=4, K=64, V=64),
+    "no token": Shape("no token", B=2, T=0, H=1, HV=2, K=64, V=64),
+}
+WINDOWS = LaunchConfig(checkpoint_chunks=2, scratch=2**20)
+CASES = pairwise(
+    [*EVERY_SPEC], [*SIZES], (torch.bfloat16, torch.float16, torch.float32), [*DEVICES], (None, WINDOWS),
+    ("forward", "with gradients"), ("given", "none"),
+)  # fmt: skip
+
+
+class _Handle:
+    """A compiled kernel that computes nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, stream: None
+
+
+class _Handles(dict):
+    def get(self, key, default=None):
+        return _Handle()
+
+
+def launches_of(spec, meta, shape, device, backend):
+    """Name, programs and warps of each planned launch, forward and backward."""
+    route = route_of(spec, meta.V, shape.T, packed=bool(shape.lengths), grad=meta.grad)
+    if route == "element step":
+        return ["element_step_kernel"], []
+    if route == "elements":
+        plans = element_plans(meta, shape, device, backend.element)
+        backward = [step[1:] for plan in reversed(plans) for step in plan.backward]
+        return [step[1:] for plan in plans for step in plan.forward], backward
+    plan = plan_for(spec, meta, shape, device, backend.config)
+    if not isinstance(plan, Plan):
+        return [plan.record], []
+    return [launch.record for launch in plan.forward], [launch.record for launch in plan.backward]
+
+
+def run(spec, inputs, backend):
+    """Name, programs and warps of the launches of a call, forward and backward."""
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    with watch() as forward:
+        out = bind(spec, backend)(inputs)
+    with watch() as backward:
+        if leaves:
+            torch.autograd.grad(out.o.sum(), leaves, allow_unused=True)
+    return [
+        [(run.name, run.programs, run.warps) for run in log.runs if run.name.endswith("_kernel")]
+        for log in (forward, backward)
+    ]
+
+
+@pytest.mark.parametrize(("spec", "size", "dtype", "device", "config", "direction", "state"), CASES, ids=str)
+def test_the_planned_launches_run_one_to_one_and_in_order(
+    monkeypatch, spec, size, dtype, device, config, direction, state
+):
+    spec, shape, device = EVERY_SPEC[spec], SIZES[size], DEVICES[device]
+    monkeypatch.setattr(launcher, "_compiled", _Handles())
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 0)
+    monkeypatch.setattr(problems, "device_spec", lambda index: device)
+    monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
+    monkeypatch.setattr(backend, "current_limits", lambda *traits: limits_of(device, *traits))
+    inputs = draw(Case(spec, shape, dtype, state=state))
+    if direction == "with gradients":
+        inputs = inputs._replace(q=inputs.q.requires_grad_(), v=inputs.v.requires_grad_())
+    meta, triton = UpdateMeta.of(inputs), TritonBackend(config)
+    forward, backward = run(spec, inputs, triton)
+    planned = launches_of(spec, meta, shape, device, triton)
+    if planned[0] == ["element_step_kernel"]:
+        assert [name for name, *_ in forward] == planned[0]
+    else:
+        assert (forward, backward) == planned
+    text = str(explain(spec, meta._replace(device="cuda"), triton, shape=shape, device=device))
+    assert [name for name in dict.fromkeys(name for name, *_ in (*forward, *backward)) if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernels"),
+    [
+        (UpdateSpec(transition="additive"), "hopper_scan_kernel -> hopper_fused_backward_kernel"),
+        (UpdateSpec(decay="channel", transition="dplr"), "hopper_pair_gradients_kernel -> pair_gradients_kernel"),
+    ],
+    ids=["linear attention", "RWKV-7"],
+)
+def test_explain_lists_no_gate_gradients_of_an_update_without_gates(spec, kernels):
+    meta = UpdateMeta("cuda", torch.bfloat16, H=16, HV=16, K=64 + 64 * (spec.decay == "none"), V=128, grad=True)
+    meta = meta._replace(V=meta.K)
+    text = str(explain(spec, meta, "triton", shape=(8, 4096), device="NVIDIA H200"))
+    assert "gate_gradients_kernel" not in text
+    assert all(kernel in text for kernel in kernels.split(" -> "))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs the kernels")
+@pytest.mark.parametrize(
+    ("spec", "shape", "config"),
+    [
+        ("gated delta", "pack", "segments and windows"),
+        ("linear", "many chunks", "windows"),
+        ("dplr", "grouped", "segments"),
+        ("retnet", "pack", "one segment"),
+    ],
+)
+def test_the_interpreter_runs_the_planned_launches(spec, shape, config):
+    spec, shape, triton = SPECS[spec], SHAPES[shape], TritonBackend(CONFIGS[config])
+    inputs = draw(Case(spec, shape), DEVICE)
+    inputs = inputs._replace(q=inputs.q.requires_grad_())
+    meta = UpdateMeta.of(inputs)
+    assert tuple(run(spec, inputs, triton)) == launches_of(spec, meta, shape, INTERPRETER, triton)
+
+
+def test_the_cases_have_every_pair_of_values():
+    columns = list(zip(*(case.values if hasattr(case, "values") else case for case in CASES), strict=True))
+    for a, b in itertools.combinations(columns, 2):
+        pairs = {*zip(a, b, strict=True)}
+        assert len(pairs) == len({*a}) * len({*b})
