@@ -1,6 +1,6 @@
 """What the kernels of an update receive, by the names of their parameters: tensors, numbers and compile-time traits.
 
-A kernel takes those that its signature names. A tensor that a pass does not have is `...`, and a kernel that names it is
+A kernel takes those that its signature names. A tensor that a pass does not have is `...`; a kernel that names one is
 an error.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk

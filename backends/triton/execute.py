@@ -22,5 +22,4 @@ def execute(launches: Sequence[KernelLaunch], plan: Plan, scale: float, tensors:
 
 def load(kernel: Kernel) -> Any:
     """Import the function of a kernel."""
-    module = kernel.module if kernel.module.startswith("deltazoo.") else f"{__package__}.kernels.{kernel.module}"
-    return getattr(importlib.import_module(module), kernel.name)
+    return getattr(importlib.import_module(kernel.module), kernel.name)

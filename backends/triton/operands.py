@@ -13,6 +13,7 @@ from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.precompile import device_of
 from deltazoo.backends.triton.problem import Decay, Problem
+from deltazoo.backends.triton.registry import saves_16_bits
 
 T_ = TypeVar("T_", bound=tuple[Any, ...])
 _DECAY_OF_DIM: dict[int, Decay] = {1: "fixed", 3: "head", 4: "channel"}
@@ -89,7 +90,7 @@ def problem_of(x: ScanOperands, kind: ScanKind, device: DeviceSpec | None = None
     if not kind.split_terms:
         return problem
     device = problems.device_spec(device_of(x.q).index) if device is None else device
-    return problem._replace(saves_16_bits=problems.saves_16_bits(problem, device))
+    return problem._replace(saves_16_bits=saves_16_bits(problem, device))
 
 
 def gradients_of(x: ScanOperands, kind: ScanKind) -> list[bool]:

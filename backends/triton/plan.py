@@ -142,14 +142,17 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
         checkpoint_chunks=config.checkpoint_chunks if grad else 0,
         forward_segment_chunks=forward_segment_chunks,
         segment_chunks=segment_chunks,
-        forward_narrow_min_chunks=_narrow_min_chunks(problem, device, kernels["scan"], forward_segment_chunks),
+        forward_narrow_min_chunks=_narrow_min_chunks(
+            problem, device, kernels["scan"].tiles(problem, config.scan), forward_segment_chunks
+        ),
     )  # fmt: skip
     plan = plan._replace(forward=_launches(_forward(plan)))
     if not grad:
         return plan
     reverse = kernels["reverse"]
+    reverse_tiles = reverse.tiles(problem, config.reverse)
     plan = plan._replace(
-        narrow_min_chunks=_narrow_min_chunks(problem, device, reverse, segment_chunks), sums=_gate_sums(plan)
+        narrow_min_chunks=_narrow_min_chunks(problem, device, reverse_tiles, segment_chunks), sums=_gate_sums(plan)
     )
     steps = _whole_backward(plan) if "recompute" in reverse.replaces else None
     if steps is None:
@@ -166,7 +169,7 @@ def _chosen(phase: str, problem: Problem, device: DeviceSpec, config: LaunchConf
     return kernel
 
 
-def _narrow_min_chunks(problem: Problem, device: DeviceSpec, scan: Kernel, segment_chunks: int) -> int:
+def _narrow_min_chunks(problem: Problem, device: DeviceSpec, widths: Tiles, segment_chunks: int) -> int:
     """The chunks of the shortest sequence whose scan has a program for every narrow tile; 0: none can be as long.
 
     The time of a scan is that of its longest sequence if that has more than twice the mean number of chunks per SM.
@@ -174,7 +177,6 @@ def _narrow_min_chunks(problem: Problem, device: DeviceSpec, scan: Kernel, segme
     programs, although those of short ones have no work, so a pack of many sequences keeps programs of 128 values.
     Segments are parallel already.
     """
-    widths = scan.tiles(problem, None) if scan.version != "portable" else Tiles()
     if not widths.narrow or segment_chunks or widths.narrow >= problem.V:
         return 0
     chunks, tiles = cdiv(problem.T, CHUNK), problem.HV * cdiv(problem.V, widths.values)
@@ -264,7 +266,7 @@ def _after_windows(plan: Plan) -> Iterator[KernelLaunch]:
 
 
 def gate_gradients(problem: Problem) -> dict[str, bool]:
-    """The gradients that gate_gradients_kernel computes: that of a decay per channel comes from the gradients kernel."""
+    """The gradients that gate_gradients_kernel computes; the gradients kernel computes that of a decay per channel."""
     exists = problem.gradients
     return {
         "log_decay": exists["log_decay"] and not problem.by_channel,
@@ -294,11 +296,11 @@ def _states_in_gradients(plan: Plan) -> bool:
 
     For a decay per channel and 128 values these rows have exactly as many bytes. Each chunk needs all of its rows.
     """
-    p, names = plan.problem, plan.names()
-    takes_rows = names.get("gradients") in ("hopper_channel_gradients_kernel", "hopper_additive_gradients_kernel")
-    scans_take_rows = (names["recompute"], names["reverse"]) == ("hopper_scan_kernel", "hopper_reverse_kernel")
+    p = plan.problem
+    phases = ("recompute", "reverse", "gradients")
+    take_rows = all(phase in plan.kernels and plan.kernels[phase].takes_rows for phase in phases)
     fits = p.V == 128 and p.K % 64 == 0 and not p.grouped and not p.packed and p.T % plan.config.chunk == 0
-    return takes_rows and scans_take_rows and not plan.segment_chunks and bool(fits)
+    return take_rows and not plan.segment_chunks and bool(fits)
 
 
 def _bytes_per_slot(plan: Plan, in_gradients: bool) -> int:

@@ -13,8 +13,6 @@ from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 Decay = Literal["none", "fixed", "head", "channel"]
 Transition = Literal["additive", "delta", "dplr"]
 SCALAR_DECAYS: tuple[Decay, ...] = ("none", "fixed", "head")
-# The value widths for which kernels of sm90 keep states in 16 bits beside split terms.
-_VALUES_IN_16_BITS = range(33, 513)
 
 
 class Problem(NamedTuple):
@@ -145,25 +143,6 @@ class Problem(NamedTuple):
             return self.slots(C) // distance + 2
         empty = isinstance(self.T, int) and self.T == 0  # comparing a symbolic T would add a guard
         return 2 if empty else self.N * ((self.T - 1) // (C * distance)) + 2
-
-
-def sweeps(K: int, V: int) -> bool:
-    """Whether the sm90 reverse scan computes the gradients, too.
-
-    More keys do not fit its registers, with fewer keys half of its work would be padding, and a program has 128 values.
-    """
-    return 64 < K <= 128 and (V <= 128 or V % 128 == 0)
-
-
-def saves_16_bits(problem: Problem, device: DeviceSpec) -> bool:
-    """Whether an update with split terms saves 16 bits: on an sm90 GPU, if its kernels take it then.
-
-    They have P in one term, which with few keys costs o more than it may: 5.1e-3 with 8 keys, no beta and no decay.
-    """
-    K, V = problem.K, problem.V
-    takes_keys = 32 < K <= 128 if problem.erase_key else sweeps(K, V)
-    takes = problem.dtype == torch.bfloat16 and V in _VALUES_IN_16_BITS and takes_keys and not problem.by_channel
-    return problem.split_terms and takes and architecture(device) == "sm90"
 
 
 def architecture(device: DeviceSpec) -> str:

@@ -24,6 +24,8 @@ from deltazoo.backends.triton.tiles import (
 )
 
 CHUNK = 64  # tokens per chunk by default
+_PACKAGE = "deltazoo.backends.triton.kernels"
+_PORTABLE, _GLUON = f"{_PACKAGE}.portable", f"{_PACKAGE}.sm90"
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 _WARP_SPECIALIZED_REGISTERS = 168
@@ -141,13 +143,14 @@ class Kernel(NamedTuple):
     """One version of a phase of the update.
 
     Args:
-        name: of the function. module: its module below `deltazoo.backends.triton.kernels`.
+        name: of the function. module: the module that defines it.
         phase: what it computes. version: the name by which a launch config asks for it.
         support: what it takes.
         programs: its grid, from the problem, the span and the tiles.
         tiles: from the problem and the phase's `Launch` in the config. options: from these and the tokens per chunk.
         replaces: later phases that it also computes.
         marked: the kernel launched after it, for the chunks that it marks.
+        takes_rows: it can store states in the rows of gradients, or read them there (`Windows.states_in_gradients`).
     """
 
     name: str
@@ -160,6 +163,7 @@ class Kernel(NamedTuple):
     options: Callable[[Problem, Any, int], Options]
     replaces: tuple[str, ...] = ()
     marked: "Kernel | None" = None
+    takes_rows: bool = False
 
 
 def per_chunk_and_key_head(problem: Problem, span: Span, tiles: Tiles) -> int:
@@ -291,24 +295,33 @@ _DPLR = Support(transitions=("dplr",), decays=("channel",))
 _PAIR = fixed_tiles(values=128, narrow=64)
 
 _GATES = Kernel(
-    "gates_kernel", "prepare", "prepare", "portable", _SCALAR._replace(transitions=("additive",)),
+    "gates_kernel", f"{_PORTABLE}.prepare", "prepare", "portable", _SCALAR._replace(transitions=("additive",)),
     per_chunk_and_heads, lambda problem, launch: Tiles(heads=min(power_of_two(problem.HV), 16)), fixed_options(),
 )  # fmt: skip
 _DPLR_PREPARE = Kernel(
-    "pair_prepare_kernel", "channel.pair_prepare", "prepare", "portable", _DPLR, per_chunk_and_heads,
+    "dplr_prepare_kernel", f"{_PORTABLE}.channel.dplr_prepare", "prepare", "portable", _DPLR, per_chunk_and_heads,
     _prepare_tiles, _most_registers,
 )  # fmt: skip
 _DPLR_GRADIENTS = Kernel(
-    "pair_gradients_kernel", "channel.pair_gradients", "gradients", "portable", _DPLR, per_chunk_and_key_tile,
-    _gradients_tiles, _most_registers,
+    "dplr_gradients_kernel", f"{_PORTABLE}.channel.dplr_gradients", "gradients", "portable", _DPLR,
+    per_chunk_and_key_tile, _gradients_tiles, _most_registers,
 )  # fmt: skip
-_SCAN = Kernel("scan_kernel", "scan", "scan", "portable", Support(), per_segment, _scan_tiles, _most_registers)
+_SCAN = Kernel(
+    "scan_kernel", f"{_PORTABLE}.scan", "scan", "portable", Support(), per_segment, _scan_tiles, _most_registers
+)
 _SM90_SCAN_KERNEL = Kernel(
-    "hopper_scan_kernel", "hopper.scan", "scan", "sm90", _SM90_SCAN, per_segment, _PAIR,
-    fixed_options(registers=_WARP_SPECIALIZED_REGISTERS),
+    "hopper_scan_kernel", f"{_GLUON}.scan", "scan", "sm90", _SM90_SCAN, per_segment, _PAIR,
+    fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
 )  # fmt: skip
 _REVERSE = Kernel(
-    "reverse_kernel", "reverse", "reverse", "portable", Support(), per_segment, _scan_tiles, _most_registers
+    "reverse_kernel",
+    f"{_PORTABLE}.reverse",
+    "reverse",
+    "portable",
+    Support(),
+    per_segment,
+    _scan_tiles,
+    _most_registers,
 )
 
 # The versions of each phase, in the order of preference.
@@ -316,26 +329,26 @@ KERNELS: dict[str, list[Kernel]] = {
     "prepare": [
         _GATES._replace(version="sm90", support=_SM90._replace(transitions=("additive",), decays=SCALAR_DECAYS)),
         Kernel(
-            "hopper_prepare_kernel", "hopper.prepare", "prepare", "sm90",
+            "hopper_prepare_kernel", f"{_GLUON}.prepare", "prepare", "sm90",
             _SM90._replace(transitions=("delta",), decays=SCALAR_DECAYS), per_chunk_and_key_head, fixed_tiles(),
             _sm90_prepare_options,
         ),
         Kernel(
-            "hopper_channel_prepare_kernel", "hopper.channel_prepare", "prepare", "sm90",
+            "hopper_channel_prepare_kernel", f"{_GLUON}.channel_prepare", "prepare", "sm90",
             _SM90._replace(decays=("channel",)), per_chunk_and_heads, fixed_tiles(), _sm90_channel_prepare_options,
         ),
         Kernel(
-            "hopper_pair_prepare_kernel", "hopper.pair_prepare", "prepare", "sm90", _SM90_DPLR, per_chunk_and_heads,
+            "hopper_dplr_prepare_kernel", f"{_GLUON}.dplr_prepare", "prepare", "sm90", _SM90_DPLR, per_chunk_and_heads,
             fixed_tiles(), fixed_options(), marked=_DPLR_PREPARE._replace(tiles=_marked_prepare_tiles),
         ),
         _GATES,
         Kernel(
-            "prepare_kernel", "prepare", "prepare", "portable", _SCALAR._replace(transitions=("delta",)),
+            "prepare_kernel", f"{_PORTABLE}.prepare", "prepare", "portable", _SCALAR._replace(transitions=("delta",)),
             per_chunk_and_key_head, _prepare_tiles, _prepare_options,
         ),
         Kernel(
-            "channel_prepare_kernel", "channel.prepare", "prepare", "portable", _CHANNEL, per_chunk_and_heads,
-            _prepare_tiles, _most_registers,
+            "channel_prepare_kernel", f"{_PORTABLE}.channel.prepare", "prepare", "portable", _CHANNEL,
+            per_chunk_and_heads, _prepare_tiles, _most_registers,
         ),
         _DPLR_PREPARE,
     ],
@@ -344,64 +357,63 @@ KERNELS: dict[str, list[Kernel]] = {
     "reverse": [
         # one program per sequence and head, 128 values, and no other program adds to its key gradients
         Kernel(
-            "hopper_fused_backward_kernel", "hopper.fused_backward", "reverse", "fused",
+            "hopper_fused_backward_kernel", f"{_GLUON}.fused_backward", "reverse", "fused",
             _SM90_SWEEP._replace(values=range(33, 129), grouped=False), per_sequence, fixed_tiles(128, 64),
             fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("recompute", "gradients"),
         ),
-        # more keys do not fit its registers, with fewer keys half of its work would be padding
-        Kernel(
-            "hopper_backward_sweep_kernel", "hopper.sweep", "reverse", "sm90",
+        Kernel(  # of the widths of `sweeps`
+            "hopper_backward_sweep_kernel", f"{_GLUON}.sweep", "reverse", "sm90",
             _SM90_SWEEP._replace(values=(*range(33, 129), 256, 384, 512)), per_segment, fixed_tiles(128, 64),
             fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("gradients",),
         ),
         Kernel(
-            "hopper_reverse_kernel", "hopper.reverse", "reverse", "sm90", _SM90_SCAN, per_segment, _PAIR,
-            fixed_options(registers=_WARP_SPECIALIZED_REGISTERS),
+            "hopper_reverse_kernel", f"{_GLUON}.reverse", "reverse", "sm90", _SM90_SCAN, per_segment, _PAIR,
+            fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
         ),
         _REVERSE,
     ],
     "gradients": [
         Kernel(
-            "hopper_gradients_kernel", "hopper.gradients", "gradients", "sm90",
+            "hopper_gradients_kernel", f"{_GLUON}.gradients", "gradients", "sm90",
             _SM90._replace(decays=SCALAR_DECAYS, values=range(1, 513)), per_chunk_and_key_tile, fixed_tiles(0, 64),
             fixed_options(),
         ),
         Kernel(
-            "hopper_channel_gradients_kernel", "hopper.channel_gradients", "gradients", "sm90",
+            "hopper_channel_gradients_kernel", f"{_GLUON}.channel_gradients", "gradients", "sm90",
             _SM90._replace(transitions=("delta",), decays=("channel",), values=range(1, 513)), per_chunk_and_key_tile,
-            fixed_tiles(0, 64), fixed_options(),
+            fixed_tiles(0, 64), fixed_options(), takes_rows=True,
         ),
         Kernel(
-            "hopper_additive_gradients_kernel", "hopper.additive_gradients", "gradients", "sm90",
+            "hopper_additive_gradients_kernel", f"{_GLUON}.additive_gradients", "gradients", "sm90",
             _SM90._replace(transitions=("additive",), decays=("channel",), values=range(1, 513)),
-            per_chunk_and_key_tile, fixed_tiles(0, 64), fixed_options(),
+            per_chunk_and_key_tile, fixed_tiles(0, 64), fixed_options(), takes_rows=True,
         ),
         Kernel(
-            "hopper_pair_gradients_kernel", "hopper.pair_gradients", "gradients", "sm90",
+            "hopper_dplr_gradients_kernel", f"{_GLUON}.dplr_gradients", "gradients", "sm90",
             _SM90_DPLR._replace(dtypes=(torch.bfloat16,)),  # factors of up to 2^60 exceed the range of float16
             per_chunk_and_key_tile, fixed_tiles(0, 64), _sm90_dplr_gradients_options,
             marked=_DPLR_GRADIENTS._replace(tiles=_marked_gradients_tiles),
         ),
         Kernel(
-            "gradients_kernel", "gradients", "gradients", "portable", _SCALAR, per_chunk_and_key_tile,
+            "gradients_kernel", f"{_PORTABLE}.gradients", "gradients", "portable", _SCALAR, per_chunk_and_key_tile,
             _gradients_tiles, _gradients_options,
         ),
         Kernel(
-            "channel_gradients_kernel", "channel.gradients", "gradients", "portable", _CHANNEL, per_chunk_and_key_tile,
-            _gradients_tiles, _most_registers,
+            "channel_gradients_kernel", f"{_PORTABLE}.channel.gradients", "gradients", "portable", _CHANNEL,
+            per_chunk_and_key_tile, _gradients_tiles, _most_registers,
         ),
         _DPLR_GRADIENTS,
     ],
     "decode": [
         Kernel(
-            "decode_kernel", "decode.step", "decode", "portable", Support(), per_sequence_and_value_tile, _decode_tiles,
-            _decode_options,
+            "decode_kernel", f"{_PACKAGE}.decode.step", "decode", "portable", Support(), per_sequence_and_value_tile,
+            _decode_tiles, _decode_options,
         )
     ],
     "fused_step": [
         Kernel(
-            "fused_step_kernel", "decode.fused_step", "fused_step", "portable", Support(), per_sequence, _decode_tiles,
-            _decode_options,
+            "fused_step_kernel", f"{_PACKAGE}.decode.fused_step", "fused_step", "portable", Support(), per_sequence,
+            _decode_tiles, _decode_options,
         )
     ],
 }  # fmt: skip
@@ -413,20 +425,20 @@ SEGMENT_ENDS = _SCAN._replace(programs=per_segment_with_map)
 SEGMENT_MAPS = _SCAN._replace(programs=per_segment_of_map)
 SEGMENT_GRADIENTS = _REVERSE
 COMBINE = Kernel(
-    "combine_kernel", "combine", "combine", "portable", Support(), per_sequence_and_value_tile,
+    "combine_kernel", f"{_PORTABLE}.combine", "combine", "portable", Support(), per_sequence_and_value_tile,
     lambda problem, launch: Tiles(values=value_tile(64, problem.V)), fixed_options(),
 )  # fmt: skip
 SUM_GROUPS = Kernel(
-    "sum_groups_kernel", "gradients", "group sums", "portable", Support(), per_chunk_and_key_head,
+    "sum_groups_kernel", f"{_PORTABLE}.gradients", "group sums", "portable", Support(), per_chunk_and_key_head,
     fixed_tiles(keys=128), fixed_options(warps=8),
 )  # fmt: skip
 GATE_GRADIENTS = Kernel(
-    "gate_gradients_kernel", "gradients", "gate gradients", "portable", Support(), per_chunk_and_heads, fixed_tiles(),
-    fixed_options(warps=1),
+    "gate_gradients_kernel", f"{_PORTABLE}.gradients", "gate gradients", "portable", Support(), per_chunk_and_heads,
+    fixed_tiles(), fixed_options(warps=1),
 )  # fmt: skip
 TAIL = Kernel(
-    "zero_tail_kernel", "zero_tail", "tail", "portable", Support(), lambda problem, span, tiles: 64, fixed_tiles(),
-    fixed_options(),
+    "zero_tail_kernel", f"{_PORTABLE}.zero_tail", "tail", "portable", Support(), lambda problem, span, tiles: 64,
+    fixed_tiles(), fixed_options(),
 )  # fmt: skip
 
 
@@ -443,6 +455,26 @@ def choose(phase: str, version: str, problem: Problem, device: DeviceSpec, chunk
 def takes(phase: str, version: str, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> bool:
     """Whether a version of a phase takes a problem on a device."""
     return choose(phase, version, problem, device, chunk) is not None
+
+
+def saves_16_bits(problem: Problem, device: DeviceSpec) -> bool:
+    """Whether an update with split terms saves 16 bits: if kernels that need it take it then.
+
+    They have P in one term, which with few keys costs o more than it may: 5.1e-3 with 8 keys, no beta and no decay.
+    """
+    many_keys = problem.K > 32 if problem.erase_key else sweeps(problem.K, problem.V)
+    if not problem.split_terms or problem.dtype != torch.bfloat16 or problem.by_channel or not many_keys:
+        return False
+    saved = problem._replace(saves_16_bits=True)
+    return any(kernel.support.aligned and kernel.support.takes(saved, device, CHUNK) for kernel in KERNELS["scan"])
+
+
+def sweeps(K: int, V: int) -> bool:
+    """Whether the sm90 reverse scan computes the gradients, too.
+
+    More keys do not fit its registers, with fewer keys half of its work would be padding, and a program has 128 values.
+    """
+    return 64 < K <= 128 and (V <= 128 or V % 128 == 0)
 
 
 def widths(numbers: Container[int]) -> str:

@@ -147,7 +147,9 @@ def checks_of(target: Target, kernel: str, config: LaunchConfig, regimes: Sequen
     spec, shape, dtype = target
     if kernel in STEPS:
         return [Case(spec, Shape("short", 3, 1, *shape[3:7]), dtype)]
-    T = 64 * (config.segment_chunks or max(config.checkpoint_chunks, 16)) + 144  # a run of the recomputation has at least 16 chunks
+    T = (
+        64 * (config.segment_chunks or max(config.checkpoint_chunks, 16)) + 144
+    )  # a run of the recomputation has at least 16 chunks
     lengths = (T - 80, 0, 64, 16) if shape.lengths else ()
     short = Shape("short", 1, T, *shape[3:7], lengths)
     return [Case(spec, short, dtype, regime) for regime in (regimes[:1] if config.segment_chunks else regimes)]

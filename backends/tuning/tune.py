@@ -2,8 +2,8 @@
 
 Kernels are tuned one after the other, while the candidates of the next kernel compile. The tables and the heuristic
 choose the launches of the other kernels. A candidate must pass the numeric check before it is timed. It replaces the
-best so far if it is at least 1 % faster, the two timed in alternation. `chunk` and `checkpoint_chunks` are not tuned, because they
-determine the saved tensors.
+best so far if it is at least 1 % faster, the two timed in alternation. `chunk` and `checkpoint_chunks` are not tuned,
+because they determine the saved tensors.
 """
 
 import functools
@@ -48,8 +48,8 @@ _ORDER: tuple[str, ...] = (
 )  # fmt: skip
 MARGIN = 1.01  # a candidate must be this much faster than the best so far
 DIRECTION_OF: dict[str, Direction] = {
-    "segment_chunks": "backward", "prepare": "forward", "scan": "forward", "recompute": "backward", "reverse": "backward",
-    "gradients": "backward", "decode": "decode", "fused_step": "decode",
+    "segment_chunks": "backward", "prepare": "forward", "scan": "forward", "recompute": "backward",
+    "reverse": "backward", "gradients": "backward", "decode": "decode", "fused_step": "decode",
 }  # fmt: skip
 
 

@@ -557,7 +557,7 @@ def _join_blocks(x, u, T0, T1):
     return tuple(_diagonal_blocks(*(b if isinstance(b, Array) else Array(b) for b in blocks)) for blocks in columns)
 
 
-# stand-ins of hopper/ptx.py
+# stand-ins of sm90/ptx.py
 PTX = {
     "round_causal": _round_causal,
     "exp2_ftz": _unary(torch.exp2),
@@ -584,8 +584,8 @@ def kernels(*names: str) -> dict[str, types.ModuleType]:
     saved = {name: sys.modules.pop(name) for name in kernel_modules}
     stand_ins = _modules()
     saved |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}
-    stand_ins[f"{PACKAGE}.hopper.ptx"] = types.ModuleType("ptx")
-    stand_ins[f"{PACKAGE}.hopper.ptx"].__dict__.update(PTX)
+    stand_ins[f"{PACKAGE}.sm90.ptx"] = types.ModuleType("ptx")
+    stand_ins[f"{PACKAGE}.sm90.ptx"].__dict__.update(PTX)
     sys.modules.update(stand_ins)
     try:
         return {f"{PACKAGE}.{name}": importlib.import_module(f"{PACKAGE}.{name}") for name in names}

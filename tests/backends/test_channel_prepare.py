@@ -111,7 +111,7 @@ WIDE = (1, 64, 1, 1, 136, ())
 )
 def test_every_output_matches_float64(monkeypatch, shape, delta, own, erase_previous, read_before, late, dtype, regime):
     monkeypatch.setattr(Timing, "late", late)
-    (module,) = kernels("hopper.channel_prepare").values()
+    (module,) = kernels("sm90.channel_prepare").values()
     x = draw(shape, dtype, delta, own, regime)
     kind = ScanKind(
         delta, "previous" if erase_previous else "decayed", "before" if read_before else "after", False, False, 0.3

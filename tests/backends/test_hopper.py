@@ -38,7 +38,8 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# Not marked slow: each kernel with and without an erase, packed and dense, with and without groups and reads before the update, of
+# Not marked slow: each kernel with and without an erase, packed and dense, with and without groups and reads before the
+# update, of
 # both dtypes, and the largest tiles. The slow cases repeat these with other widths and combinations.
 @pytest.mark.parametrize(
     ("delta", "before", "groups", "N", "packed", "dtype", "K", "V", "kernels"),
@@ -206,10 +207,10 @@ def test_kernels_of_dplr_compile_and_fit(K, before, packed):
     compiler = Compiler()
     problem = Problem(bf16, 2, 200, 2, 2, K, K, True, True, "channel", packed, dplr=True)
     launch_update(problem, DEVICE, compiler, before)
-    assert [name for name, _ in compiler.compiled] == ["hopper_pair_prepare_kernel", "hopper_pair_gradients_kernel"]
+    assert [name for name, _ in compiler.compiled] == ["hopper_dplr_prepare_kernel", "hopper_dplr_gradients_kernel"]
     for name, kernel in compiler.compiled:
         # two programs per SM, except for the gradients of 128 values
-        both = K == 64 or name == "hopper_pair_prepare_kernel"
+        both = K == 64 or name == "hopper_dplr_prepare_kernel"
         assert kernel.metadata.shared <= (113 * 1024 if both else DEVICE.shared_memory)
         sass = disassemble(kernel.asm["cubin"])
         assert not wrong_descriptor_addresses(sass)

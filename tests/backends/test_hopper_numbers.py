@@ -24,20 +24,20 @@ def _emulated(monkeypatch):
     from deltazoo.backends.triton import execute
 
     names = (
-        "hopper.prepare",
-        "hopper.channel_prepare",
-        "hopper.scan",
-        "hopper.scan_producer",
-        "hopper.scan_products",
-        "hopper.reverse",
-        "hopper.sweep",
-        "hopper.fused_backward",
-        "hopper.gradients",
-        "hopper.channel_levels",
-        "hopper.channel_gradients",
-        "hopper.additive_gradients",
-        "hopper.pair_prepare",
-        "hopper.pair_gradients",
+        "sm90.prepare",
+        "sm90.channel_prepare",
+        "sm90.scan",
+        "sm90.scan_producer",
+        "sm90.scan_products",
+        "sm90.reverse",
+        "sm90.sweep",
+        "sm90.fused_backward",
+        "sm90.gradients",
+        "sm90.channel_levels",
+        "sm90.channel_gradients",
+        "sm90.additive_gradients",
+        "sm90.dplr_prepare",
+        "sm90.dplr_gradients",
     )
     for name, module in kernels(*names).items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -340,8 +340,8 @@ def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
     # in float16: the interpreter of the portable kernels has no bfloat16; 2^12 is in the range of float16
     gradients = plan.KERNELS["gradients"]
     monkeypatch.setitem(gradients, "hopper", gradients["hopper"]._replace(pair_dtypes=(torch.float16,)))
-    for name in "pair_prepare", "pair_gradients":
-        monkeypatch.setattr(sys.modules[f"{PACKAGE}.hopper.{name}"], "WEAK", 12.0, raising=False)
+    for name in "dplr_prepare", "dplr_gradients":
+        monkeypatch.setattr(sys.modules[f"{PACKAGE}.sm90.{name}"], "WEAK", 12.0, raising=False)
     drawn = regime in ("weak", "mixed")
     case = Case(
         DPLR.model_copy(update={"read": read}), DPLR_SHAPES[shape], torch.float16, "ordinary" if drawn else regime
@@ -356,7 +356,7 @@ def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
         assert max(found.values()) < 5e-3, found
     else:
         assert_conforms(backend, case)
-    assert {*LAUNCHED} == {"hopper_pair_prepare_kernel", "hopper_pair_gradients_kernel"}
+    assert {*LAUNCHED} == {"hopper_dplr_prepare_kernel", "hopper_dplr_gradients_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -382,8 +382,8 @@ def test_the_fused_backward_needs_no_scratch_memory():
 @pytest.mark.parametrize(
     ("kernel", "module", "name", "launches"),
     [
-        ("recompute", "hopper.scan", "load_checkpoint", SWEEP),
-        ("reverse", "hopper.fused_backward", "load_interval_state", FUSED),
+        ("recompute", "sm90.scan", "load_checkpoint", SWEEP),
+        ("reverse", "sm90.fused_backward", "load_interval_state", FUSED),
     ],
 )
 @pytest.mark.parametrize("lengths", [(), (256, 256)])
@@ -408,7 +408,7 @@ def test_the_cases_of_the_tuner_start_from_checkpoints(monkeypatch, kernel, modu
 
 @pytest.mark.parametrize("fault", ["value", "address", "barrier", "product", "copy"])
 def test_the_emulation_detects_faults(monkeypatch, fault):
-    scan, producer = sys.modules[f"{PACKAGE}.hopper.scan"], sys.modules[f"{PACKAGE}.hopper.scan_producer"]
+    scan, producer = sys.modules[f"{PACKAGE}.sm90.scan"], sys.modules[f"{PACKAGE}.sm90.scan_producer"]
     to_16_bits, store_tile, producer_arrive = scan.to_16_bits, scan.store_tile, producer.producer_arrive
     name, replacement, message = {
         "value": ("to_16_bits", lambda x, dtype: to_16_bits(x * 1.05, dtype), "above"),

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from pairs import pairwise
 from triton_cases import CONFIGS, DEVICE, INTERPRETED, SHAPES, SPECS
 
 from deltazoo import UpdateMeta, UpdateSpec, bind, explain, watch
 from deltazoo.backends.conformance import Case, draw
+from deltazoo.backends.conformance.pairwise import pairwise_with
 from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend, launcher
@@ -24,32 +24,21 @@ DEVICES = {
     for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090")
 }
 DEVICES["few"] = DEVICES["NVIDIA H200"]._replace(name="a GPU of few SMs", processors=4)
-EVERY_SPEC = SPECS | {
-    "kda": UpdateSpec(decay="channel", beta="head"),
-    "gla": UpdateSpec(decay="channel", transition="additive"),
-    "gated deltanet 2": UpdateSpec(decay="channel", beta="channel"),
-    "dplr, scalar decay": UpdateSpec(decay="head", transition="dplr"),
-    "rate": UpdateSpec(decay="rate", transition="additive"),
-    "rate, delta": UpdateSpec(decay="rate", beta="head"),
-}
-SIZES = {
-    "widest sweep": Shape("widest sweep", B=2, T=200, H=2, HV=2, K=128, V=128),
-    "grouped": Shape("grouped", B=1, T=2048, H=2, HV=4, K=64, V=64),
-    "pack": Shape("pack", B=1, T=300, H=2, HV=4, K=128, V=128, lengths=(100, 0, 200)),
-    "segments": Shape("segments", B=1, T=4200, H=1, HV=1, K=128, V=64),
-    "segments of a pack": Shape("segments of a pack", B=1, T=4300, H=1, HV=2, K=64, V=256, lengths=(4000, 300)),
-    "wide": Shape("wide", B=1, T=130, H=1, HV=2, K=200, V=400),
-    "odd": Shape("odd", B=2, T=70, H=1, HV=2, K=5, V=9),
-    "narrow": Shape("narrow", B=2, T=100, H=2, HV=4, K=16, V=2),
-    "whole chunks": Shape("whole chunks", B=2, T=256, H=2, HV=2, K=128, V=128),
-    "one token": Shape("one token", B=3, T=1, H=2, HV=4, K=64, V=64),
-    "no token": Shape("no token", B=2, T=0, H=1, HV=2, K=64, V=64),
-}
+SIZES = (
+    Shape("two tiles", B=2, T=256, H=2, HV=2, K=128, V=128),
+    Shape("grouped", B=1, T=2048, H=2, HV=4, K=64, V=64),
+    Shape("pack", B=1, T=300, H=2, HV=4, K=128, V=128, lengths=(100, 0, 200)),
+    Shape("segments", B=1, T=4200, H=1, HV=1, K=128, V=64),
+    Shape("segments of a pack", B=1, T=4300, H=1, HV=2, K=64, V=256, lengths=(4000, 300)),
+    Shape("wide", B=1, T=130, H=1, HV=2, K=200, V=400),
+    Shape("odd", B=2, T=70, H=1, HV=2, K=5, V=9),
+    Shape("narrow", B=2, T=100, H=2, HV=4, K=16, V=2),
+    Shape("one token", B=3, T=1, H=2, HV=4, K=64, V=64),
+    Shape("no token", B=2, T=0, H=1, HV=2, K=64, V=64),
+)
 WINDOWS = LaunchConfig(checkpoint_chunks=2, scratch=2**20)
-CASES = pairwise(
-    [*EVERY_SPEC], [*SIZES], (torch.bfloat16, torch.float16, torch.float32), [*DEVICES], (None, WINDOWS),
-    ("forward", "with gradients"), ("given", "none"),
-)  # fmt: skip
+SETTINGS = list(itertools.product(DEVICES, (None, WINDOWS), ("forward", "with gradients")))
+CASES = pairwise_with(SETTINGS, SIZES, (torch.bfloat16, torch.float16, torch.float32))
 
 
 class _Handle:
@@ -93,17 +82,16 @@ def run(spec, inputs, backend):
     ]
 
 
-@pytest.mark.parametrize(("spec", "size", "dtype", "device", "config", "direction", "state"), CASES, ids=str)
-def test_the_planned_launches_run_one_to_one_and_in_order(
-    monkeypatch, spec, size, dtype, device, config, direction, state
-):
-    spec, shape, device = EVERY_SPEC[spec], SIZES[size], DEVICES[device]
+@pytest.mark.parametrize(("case", "setting"), CASES, ids=range(len(CASES)))
+def test_the_planned_launches_run_one_to_one_and_in_order(monkeypatch, case, setting):
+    spec, shape, (device, config, direction) = case.spec, case.shape, setting
+    device = DEVICES[device]
     monkeypatch.setattr(launcher, "_compiled", _Handles())
     monkeypatch.setattr(launcher, "current_stream", lambda index: 0)
     monkeypatch.setattr(problems, "device_spec", lambda index: device)
     monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
     monkeypatch.setattr(backend, "current_limits", lambda *traits: limits_of(device, *traits))
-    inputs = draw(Case(spec, shape, dtype, state=state))
+    inputs = draw(case)
     if direction == "with gradients":
         inputs = inputs._replace(q=inputs.q.requires_grad_(), v=inputs.v.requires_grad_())
     meta, triton = UpdateMeta.of(inputs), TritonBackend(config)
@@ -121,7 +109,7 @@ def test_the_planned_launches_run_one_to_one_and_in_order(
     ("spec", "kernels"),
     [
         (UpdateSpec(transition="additive"), "hopper_scan_kernel -> hopper_fused_backward_kernel"),
-        (UpdateSpec(decay="channel", transition="dplr"), "hopper_pair_gradients_kernel -> pair_gradients_kernel"),
+        (UpdateSpec(decay="channel", transition="dplr"), "hopper_dplr_gradients_kernel -> dplr_gradients_kernel"),
     ],
     ids=["linear attention", "RWKV-7"],
 )
@@ -149,10 +137,3 @@ def test_the_interpreter_runs_the_planned_launches(spec, shape, config):
     inputs = inputs._replace(q=inputs.q.requires_grad_())
     meta = UpdateMeta.of(inputs)
     assert tuple(run(spec, inputs, triton)) == launches_of(spec, meta, shape, INTERPRETER, triton)
-
-
-def test_the_cases_have_every_pair_of_values():
-    columns = list(zip(*(case.values if hasattr(case, "values") else case for case in CASES), strict=True))
-    for a, b in itertools.combinations(columns, 2):
-        pairs = {*zip(a, b, strict=True)}
-        assert len(pairs) == len({*a}) * len({*b})

@@ -7,20 +7,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltazoo import UpdateSpec, explain
+from deltazoo import UpdateSpec, bind, explain
 from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.errors import ConfigError
 from deltazoo.backends.shapes import Shape
-from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, launcher
 from deltazoo.backends.triton import limits as triton_limits
+from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of
 from deltazoo.backends.triton.plan import make_plan
-from deltazoo.backends.triton.problem import Problem, saves_16_bits
-from deltazoo.backends.triton.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL
+from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.registry import (
+    GATE_GRADIENTS,
+    KERNELS,
+    PHASES,
+    SUM_GROUPS,
+    TAIL,
+    Kernel,
+    Support,
+    fixed_options,
+    fixed_tiles,
+    per_segment,
+    saves_16_bits,
+)
 from deltazoo.backends.triton.show import problem_for
 from deltazoo.mixers import Comba, PreconditionedDeltaNet
 
@@ -255,6 +268,53 @@ def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
     with pytest.raises(ConfigError, match=r"prepare\.kernel = 'sm90' needs an sm90 GPU, .*; got NVIDIA A100"):
         make_plan(problem(), A100, config, grad=True)
+
+
+NEW_SCAN = """
+class Scan:
+    arg_names = ("q", "k", "v", "gates", "o", "final", "checkpoints", "cu", "scale", "T", "H", "HV", "K", "BV")
+    __name__, fn = "sm999_scan_kernel", object()
+
+
+sm999_scan_kernel = Scan()
+"""
+
+
+def test_a_kernel_of_a_new_architecture_is_a_file_and_an_entry(monkeypatch, tmp_path, backend):
+    """The plan chooses it, a launch config may ask for it, and the launch code gives it what its parameters name."""
+    (tmp_path / "scan_of_sm999.py").write_text(NEW_SCAN)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = Kernel(
+        "sm999_scan_kernel", "scan_of_sm999", "scan", "sm999", Support(frozenset({"sm999"}), values=range(1, 257)),
+        per_segment, fixed_tiles(values=32), fixed_options(warps=2),
+    )  # fmt: skip
+    monkeypatch.setitem(KERNELS, "scan", [entry, *KERNELS["scan"]])
+    new = H200._replace(name="NVIDIA X", capability=(99, 9))
+    launched = []
+
+    class Handles(dict):
+        def get(self, key, default=None):
+            return self
+
+        def __getitem__(self, grid):
+            return lambda *arguments, stream: launched.append((grid[0], arguments))
+
+    monkeypatch.setattr(launcher, "_compiled", Handles())
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 0)
+    monkeypatch.setattr(problems, "device_spec", lambda index: new)
+    assert "forward:  prepare_kernel -> sm999_scan_kernel" in str(
+        explain(GATED, meta(), "triton", shape=(8, 4096), device=new)
+    )
+    assert LaunchConfig(scan=Launch(tile=64, kernel="sm999")).scan.kernel == "sm999"
+    x = draw(Case(GATED, Shape("small", B=2, T=100, H=2, HV=4, K=64, V=64), torch.bfloat16))
+    monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
+    bind(GATED, backend)(x)
+    programs, arguments = launched[1]
+    assert programs == 2 * 4 * 2
+    assert arguments[:3] == (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr())
+    assert arguments[-6:] == (GATED.scale_of(64), 100, 2, 4, 64, 32)
+    for device in (H200, A100):
+        assert "sm999" not in str(explain(GATED, meta(), "triton", shape=(8, 4096), device=device))
 
 
 def test_explain_prints_the_plan_of_a_named_device():

@@ -44,7 +44,8 @@ def no_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "current_stream", lambda device: 0)
 
 
-def run(kernel, *, programs=1, n=1, factor=0.5, options=running.Options(), traits=None, **tensors):
+def run(kernel, *, programs=1, n=1, factor=0.5, options=None, traits=None, **tensors):
+    options = options or running.Options()
     traits = {"FLAG": True, "DECAY": "head"} if traits is None else traits
     running.launcher(kernel, {"y": None} | tensors, traits, options)(programs, {"factor": factor, "n": n})
 

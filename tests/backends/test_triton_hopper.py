@@ -71,8 +71,8 @@ FUSED = {"reverse": Launch(tile=64, kernel="fused")}
 ROUTES = {
     "one token more than a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "grouped": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
-    "segments": ({"segment_chunks": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))),
-    "windows": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
+    "segments": ({"segment_chunks": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64,
+    1045))), "windows": ({"every": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
     "fused": (FUSED | {"every": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
     "fused packs": (
         FUSED | {"every": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))

@@ -233,7 +233,8 @@ def test_dry_run_lists_kernels_and_measures_nothing(tmp_path):
     out, runner = tmp_path / "t.json", FakeRunner()
     listed = plan([LONG, TOKEN], T900, None, out)
     assert [step.kernel for step in listed] == [
-        "decode", "segment_chunks", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step", "decode", "fused_step",
+        "decode", "segment_chunks", "reverse", "gradients", "scan", "recompute", "prepare", "fused_step", "decode",
+        "fused_step",
     ]  # fmt: skip
     assert not any(step.done for step in listed)
     assert len(listed[4].candidates) == 7

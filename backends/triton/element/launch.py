@@ -18,7 +18,7 @@ from deltazoo.backends.triton.kernels.element.combine import element_combine_ker
 from deltazoo.backends.triton.kernels.element.scan import element_scan_kernel
 from deltazoo.backends.triton.kernels.element.step import element_step_kernel
 from deltazoo.backends.triton.kernels.element.tile import ElementTraits
-from deltazoo.backends.triton.kernels.zero_tail import zero_tail_kernel
+from deltazoo.backends.triton.kernels.portable.zero_tail import zero_tail_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.precompile import device_of
 from deltazoo.backends.triton.registry import Options

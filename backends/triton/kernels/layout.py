@@ -18,7 +18,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # After a decay of 2^-96 a state is negligible. Larger magnitudes would lose float32 precision in the cumulative sum.
 MIN_LOG2_DECAY = tl.constexpr(-96.0)
-# The decays of a chunk are weak (channel/pair_levels.py) if each half decays every channel by a factor above 2^-60: the
+# The decays of a chunk are weak (channel/dplr_levels.py) if each half decays every channel by a factor above 2^-60: the
 # inverse of the factor fits bfloat16.
 WEAK = tl.constexpr(60.0)
 
@@ -138,8 +138,8 @@ def chunk_range(
 def segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS: tl.constexpr):
     """Return the slot of a segment of sequence n in `starts` and `ends`; SEGMENT_CHUNKS = 0: the window is one segment.
 
-    L chunks from the first scratch slot on (`chunk_range`) are at most floor(L / SEGMENT_CHUNKS) + 1 segments, so that the slots
-    of sequences never overlap.
+    L chunks from the first scratch slot on (`chunk_range`) are at most floor(L / SEGMENT_CHUNKS) + 1 segments, so that
+    the slots of sequences never overlap.
     """
     return first_scratch_slot // SEGMENT_CHUNKS + n + segment if SEGMENT_CHUNKS > 0 else n
 

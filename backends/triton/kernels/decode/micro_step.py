@@ -8,7 +8,8 @@ import triton.language as tl
 def micro_step(
     S, k, e, u, decay, DECAYS: tl.constexpr, DELTA: tl.constexpr, ERASE_PREVIOUS: tl.constexpr,
 ):  # fmt: skip
-    """Return decay S + k x^T in float32 and the written value x = u - R^T e, where R is decay S, or S with ERASE_PREVIOUS.
+    """Return decay S + k x^T in float32 and the written value x = u - R^T e, where R is decay S, or S with
+    ERASE_PREVIOUS.
 
     S [K, V]; k [K]; e [K], the erase key times the erase strength; u [V], the value times the write strength.
     """

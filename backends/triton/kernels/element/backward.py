@@ -8,10 +8,11 @@
 
 d_step_t = sum over keys of rate * d_log_decay_t, and d_rate = sum over tokens of step_t * d_log_decay_t.
 
-A sequence is divided into intervals of CHECKPOINT_TOKENS tokens, each of which starts at a checkpoint, and an interval into groups
-of GROUP tokens. For each interval, the last one first, the kernel recomputes the states before all groups and keeps
-them in registers. For each group, the last one first, it recomputes the terms P_t of the group's tokens, and runs the
-reverse scan over them. The tokens after the last whole interval are processed one by one; the state before each is
+A sequence is divided into intervals of CHECKPOINT_TOKENS tokens, each of which starts at a checkpoint, and an interval
+into groups of GROUP tokens. For each interval, the last one first, the kernel recomputes the states before all groups
+and keeps them in registers. For each group, the last one first, it recomputes the terms P_t of the group's tokens, and
+runs the reverse scan over them. The tokens after the last whole interval are processed one by one; the state before
+each is
 recomputed from the last checkpoint.
 
 S, dS: tiles of the state (tile.py). rates, d_rates: the part of the decay that all tokens share (`load_rates`), and
@@ -225,7 +226,8 @@ def reverse_interval(
     S, dS, d_rates, q, k, v, log_decay, step, rates, d_o, d_q, d_k, d_v, d_decay, scratch, pending_scratch, scale,
     t, stop, rows, block, n, vi, hv, h, in_keys, in_values, in_channels, traits: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of CHECKPOINT_TOKENS tokens from t on: the states before all groups, then the groups in reverse.
+    """Compute the gradients of CHECKPOINT_TOKENS tokens from t on: the states before all groups, then the groups in
+    reverse.
 
     S: the state before the tokens. scratch: where the warps store their partial d_q and d_k of these tokens.
     pending_scratch: those of the next interval, which the kernel has processed before; `sum_warps` adds them up while
@@ -282,8 +284,8 @@ def element_backward_kernel(
     [B, T, HV, K], or that of step [B, T, HV]; d_rate [N segments, K, HV] or [N segments, HV], the gradient of the rate
     or the fixed decay from the tokens of each segment. With KEY_GRADIENTS d_q and d_k float32: SHARED [blocks, rows,
     H, K] from the channels of each block, where rows = B T; else [B, T, HV, K] from each channel.
-    scratch: [programs, 2 halves, W, CHECKPOINT_TOKENS / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and KEY_GRADIENTS.
-    Intervals use the halves alternately: one is written while the other is summed.
+    scratch: [programs, 2 halves, W, CHECKPOINT_TOKENS / GROUP, 2 (d_q, d_k), GROUP, RN TN] float32 with SHARED and
+    KEY_GRADIENTS. Intervals use the halves alternately: one is written while the other is summed.
 
     traits describes whole groups and intervals, token_traits single tokens (CHECKPOINT_TOKENS = GROUP = 1).
     """

@@ -98,7 +98,8 @@ def store_folded_keys(scratch, d_qs, d_ks, group, traits: tl.constexpr):
     """Store the d_q and d_k of GROUP tokens from the channels of each warp; `sum_warps` adds those of the warps.
 
     d_qs, d_ks: from `fold_lanes` over the lanes along the channels. group: the number of the group in its interval.
-    scratch: [W, CHECKPOINT_TOKENS / GROUP, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes store d_q, others d_k.
+    scratch: [W, CHECKPOINT_TOKENS / GROUP, 2, GROUP, RN TN]. If there are more lanes than tokens, some lanes store d_q,
+    others d_k.
     """
     KP: tl.constexpr = traits.RN * traits.TN
     TOKENS: tl.constexpr = min(traits.TC, traits.GROUP)

@@ -1,0 +1,1 @@
+"""Kernels of the chunked update in Triton, for every GPU that the backend supports."""
