@@ -27,7 +27,8 @@ class Mutation(NamedTuple):
 
 
 KERNELS = "backends/triton/kernels"
-HOPPER = f"{KERNELS}/hopper"
+PORTABLE = f"{KERNELS}/portable"
+HOPPER = f"{KERNELS}/sm90"
 ELEMENT = "backends/test_triton_element.py::test_each_spec_conforms_with_and_without_segments"
 PORTABLE_TEST = "backends/test_triton.py::test_each_spec_conforms_with_two_launch_configs"
 ERASE_KEY_TEST = "backends/test_hopper_numbers.py::test_erase_keys_that_differ_from_k"
@@ -38,64 +39,65 @@ CONV_TEST = "backends/test_short_conv.py::test_kernels_match_conv1d"
 
 PORTABLE_KERNELS = [
     Mutation(
-        "prepare: the cumulative decay is summed in float32", f"{KERNELS}/prepare.py",
+        "prepare: the cumulative decay is summed in float32", f"{PORTABLE}/prepare.py",
         "tl.cumsum(log2_decay.to(tl.float64), 0)", "tl.cumsum(log2_decay, 0)", "test-kernels",
         "backends/test_triton.py::test_a_run_of_strong_decays_does_not_change_later_tokens[gated delta--50.0-32]",
     ),
     Mutation(
-        "prepare: an early erase reads the state after the decay", f"{KERNELS}/prepare.py",
-        "G_erase = G_before if ERASE_EARLY else G", "G_erase = G",
+        "prepare: an erase from the previous state reads the state after the decay", f"{PORTABLE}/prepare.py",
+        "G_erase = G_before if ERASE_PREVIOUS else G", "G_erase = G",
         "test-kernels", f"{PORTABLE_TEST}[comba-one segment-odd widths]",
     ),
     Mutation(
-        "prepare: the triangular inverse stops one level too early", f"{KERNELS}/prepare.py",
+        "prepare: the triangular inverse stops one level too early", f"{PORTABLE}/prepare.py",
         "if 2**level < C:", "if 2 ** (level + 1) < C:", "test-kernels", f"{PORTABLE_TEST}[delta-one segment-pack]",
     ),
     Mutation(
-        "scan: the state does not decay between chunks", f"{KERNELS}/scan.py",
+        "scan: the state does not decay between chunks", f"{PORTABLE}/scan.py",
         "Sa *= tl.exp2(G_end)", "Sa *= 1.0", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
         "segments: the slots of two sequences overlap", f"{KERNELS}/layout.py",
-        "return first_scratch_slot // SPLIT + n + segment", "return first_scratch_slot // SPLIT + segment",
+        "return first_scratch_slot // SEGMENT_CHUNKS + n + segment",
+        "return first_scratch_slot // SEGMENT_CHUNKS + segment",
         "test-kernels", "backends/test_triton.py::test_each_kernel_conforms[gated delta, segments]",
     ),
     Mutation(
-        "scan: the recomputation starts at the window instead of the checkpoint before it", f"{KERNELS}/scan.py",
-        "first // CHECKPOINT_EVERY * CHECKPOINT_EVERY, first)", "first, first)",
+        "scan: the recomputation starts at the window instead of the checkpoint before it", f"{PORTABLE}/scan.py",
+        "first // CHECKPOINT_CHUNKS * CHECKPOINT_CHUNKS, first)", "first, first)",
         "test-kernels", "backends/test_triton.py::test_a_window_may_start_between_checkpoints[(341,)-1]",
     ),
     Mutation(
-        "scan: the low half of the state is left out of the erase", f"{KERNELS}/scan.py",
+        "scan: the low half of the state is left out of the erase", f"{PORTABLE}/scan.py",
         "(Sa - S_a.to(tl.float32)).to(dtype)", "tl.zeros_like(S_a)",
         "test-kernels", "backends/test_triton.py::test_splitting_the_feedback_in_two_terms_reduces_the_error",
     ),
     Mutation(
-        "reverse: the erase adds to the state's gradient", f"{KERNELS}/reverse.py",
+        "reverse: the erase adds to the state's gradient", f"{PORTABLE}/reverse.py",
         "dx * -load_gate", "dx * load_gate", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
-        "gradients: the gradient of the decay leaves out the state", f"{KERNELS}/gradients.py",
+        "gradients: the gradient of the decay leaves out the state", f"{PORTABLE}/gradients.py",
         "tl.cumsum(dG, 0, reverse=True) + state_product", "tl.cumsum(dG, 0, reverse=True)",
         "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
-        "gradients: only the first value head of a group adds to the keys' gradient", f"{KERNELS}/gradients.py",
+        "gradients: only the first value head of a group adds to the keys' gradient", f"{PORTABLE}/gradients.py",
         "for g in range(GROUP):", "for g in range(1):",
         "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
-        "gradients: the gradient of beta is divided by a beta of zero", f"{KERNELS}/gradients.py",
+        "gradients: the gradient of beta is divided by a beta of zero", f"{PORTABLE}/gradients.py",
         "db_i = b_db / clamped_b", "db_i = b_db / b_i",
         "test-kernels", "backends/test_triton.py::test_gradients_are_accurate_where_beta_is_zero[gated delta]",
     ),
     Mutation(
-        "combine: the maps of segments are not transposed in the backward", f"{KERNELS}/combine.py",
+        "combine: the maps of segments are not transposed in the backward", f"{PORTABLE}/combine.py",
         "load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE)", "load_map(M_p, ka, ka, in_ka, in_ka, K, False)",
         "test-kernels", f"{PORTABLE_TEST}[gated delta-segments-many chunks]",
     ),
     Mutation(
-        "zero_tail: the last row beyond the last sequence is not zeroed", f"{KERNELS}/zero_tail.py",
+        "zero_tail: the last row beyond the last sequence is not zeroed", f"{PORTABLE}/zero_tail.py",
         "end = last * WIDTH", "end = (last - 1) * WIDTH",
         "test-kernels", "backends/test_triton.py::test_rows_after_the_last_sequence_are_zero[gated delta]",
     ),
@@ -247,18 +249,25 @@ HOPPER_KERNELS = [
 LAUNCHES = [
     Mutation(
         "launch: the fake operator has a wrong number of checkpoint slots", "backends/triton/op.py",
-        "Saved.empty(x, kind, s, every) if save", "Saved.empty(x, kind, s, every + 1) if save",
+        "return parse(config).chunk, parse(config).checkpoint_chunks",
+        "return parse(config).chunk, parse(config).checkpoint_chunks + 1",
         "test-kernels", "backends/test_triton.py::test_operators_pass_opcheck",
     ),
     Mutation(
-        "launch: the windows of the backward run from the first to the last", "backends/triton/backward.py",
-        "for window in reversed(range(windows)):", "for window in range(windows):",
+        "plan: the windows of the backward run from the first to the last", "backends/triton/plan.py",
+        "for window in reversed(range(span.windows)):", "for window in range(span.windows):",
         "test-kernels", "backends/test_triton.py::test_gradients_do_not_depend_on_the_number_of_windows[()-1]",
     ),
     Mutation(
-        "plan: the fused backward is chosen for grouped heads", "backends/triton/plan.py",
-        "values=range(33, 129), grouped=False,", "values=range(33, 129),", "test",
-        "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper-hopper-sweep]",
+        "plan: the fused backward is chosen for grouped heads", "backends/triton/registry.py",
+        "values=range(33, 129), grouped=False)", "values=range(33, 129))", "test",
+        "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper_prepare_kernel-"
+        "hopper_scan_kernel-hopper_backward_sweep_kernel]",
+    ),
+    Mutation(
+        "plan: gate gradients are launched where no gate has one", "backends/triton/plan.py",
+        "if any(gate_gradients(problem).values()):", "if True:", "test",
+        "backends/test_launches.py::test_explain_lists_no_gate_gradients_of_an_update_without_gates[RWKV-7]",
     ),
     Mutation(
         "norm: the gradient of the residual stream is dropped", f"{KERNELS}/norm.py",

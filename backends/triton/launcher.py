@@ -42,7 +42,10 @@ def launcher(
     Returns: a function of the number of programs and the kernel's numbers by name.
     """
     warps, stages, registers = options
-    given, pointers, numbered, constants = [], [], [], []
+    given: list[Tensor | TensorDescriptor | None] = []
+    pointers: list[Any] = []
+    numbered: list[str] = []
+    constants: list[Hashable] = []
     layouts: list[Hashable] = []
     for name in kernel.arg_names:
         if name in tensors:

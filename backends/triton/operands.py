@@ -127,8 +127,9 @@ class Gradients(NamedTuple):
     def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
         """Allocate the gradients, in the operands' dtypes."""
         exists = zip(cls._fields, gradients_of(x, kind), strict=True)
-        operands = (getattr(x, name) if exist else None for name, exist in exists)
-        return cls(*(None if operand is None else operand.new_empty(operand.shape) for operand in operands))
+        operands: Iterator[Any] = (getattr(x, name) if exist else None for name, exist in exists)
+        gradients: list[Any] = [None if operand is None else operand.new_empty(operand.shape) for operand in operands]
+        return cls(*gradients)
 
     def present(self) -> list[Tensor]:
         """Return the gradients that are not None: an operator cannot return None."""

@@ -115,7 +115,7 @@ class CudaRunner(Runner):
         return ""
 
     def time(self, target: Target, kernel: str, configs: Sequence[LaunchConfig], rounds: int) -> list[float]:
-        timed = kernel if kernel == "fused_step" else DIRECTION_OF[kernel]
+        timed: Direction | Literal["fused_step"] = "fused_step" if kernel == "fused_step" else DIRECTION_OF[kernel]
         try:
             if self._bench is None or (self._bench.target, self._bench.timed) != (target, timed):
                 self._bench = None
