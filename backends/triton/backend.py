@@ -90,7 +90,7 @@ class TritonBackend(Backend):
     def forward(self, spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:
         refuse_forward_mode(self.name, inputs)
         (B, T, _, K), (HV, V) = inputs.q.shape, inputs.v.shape[-2:]
-        grad = UpdateMeta.of(inputs).grad
+        grad = T != 1 or UpdateMeta.of(inputs).grad  # of more than one token the route does not depend on it
         route = route_of(spec, V, T, packed=inputs.cu_seqlens is not None, grad=grad)
         if route in ("step", "element step"):
             shape = (B, HV, K, V)

@@ -155,7 +155,7 @@ def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Ten
     x, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
     d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
     present = iter(_backward_op(*flat, d_o, d_final, *kind))
-    grads: list[Tensor | None] = [next(present) if exists else None for exists in gradients_of(x, kind)]
+    grads: list[Tensor | None] = [next(present) if exists else None for exists in gradients_of(x, kind).values()]
     grads.append(None)  # of cu_seqlens
     return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
 

@@ -86,27 +86,28 @@ def problem_of(x: ScanOperands, kind: ScanKind, device: DeviceSpec | None = None
 
     Args: device: None is that of the operands.
     """
-    problem = _problem_without_device(x, kind)
+    B, T, H, K = x.q.shape
+    HV, V = x.v.shape[2:]
+    problem = Problem(
+        dtype=x.q.dtype, N=B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, T=T, H=H, HV=HV, K=K, V=V,
+        delta=kind.delta, erase_key=x.e is not None, decay=x.decay, packed=x.cu_seqlens is not None,
+        split_terms=kind.split_terms, dplr=x.v_key is not None, erase=x.b is not None,
+        write=x.w is not None or (kind.tied and x.b is not None), tied=kind.tied, state=x.state is not None,
+        read=kind.read, erase_from=kind.erase_from, reparam=kind.reparam, erase_channels=kind.erase_channels,
+    )  # fmt: skip
     if not kind.split_terms:
         return problem
     device = problems.device_spec(device_of(x.q).index) if device is None else device
     return problem._replace(saves_16_bits=saves_16_bits(problem, device))
 
 
-def gradients_of(x: ScanOperands, kind: ScanKind) -> list[bool]:
-    """Whether each operand has a gradient, in the order of `Gradients`. torch.compile traces this."""
-    return list(_problem_without_device(x, kind).gradients.values())
-
-
-def _problem_without_device(x: ScanOperands, kind: ScanKind) -> Problem:
-    B, T, H, K = x.q.shape
-    HV, V = x.v.shape[2:]
-    return Problem(
-        dtype=x.q.dtype, N=B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1, T=T, H=H, HV=HV, K=K, V=V,
-        delta=kind.delta, erase_key=x.e is not None, decay=x.decay, packed=x.cu_seqlens is not None,
-        split_terms=kind.split_terms, dplr=x.v_key is not None, erase=x.b is not None,
-        write=x.w is not None or (kind.tied and x.b is not None), tied=kind.tied, state=x.state is not None,
-        read=kind.read, erase_from=kind.erase_from, reparam=kind.reparam, erase_channels=kind.erase_channels,
+def gradients_of(x: ScanOperands, kind: ScanKind) -> dict[str, bool]:
+    """Whether each operand has a gradient, in the order of `Gradients`; as `Problem.gradients`, but runs on every eager
+    call."""
+    b = kind.delta and x.b is not None
+    return problems.existing_gradients(
+        x.log_decay is not None, b, x.w is not None and not kind.tied, x.e is not None, x.v_key is not None,
+        x.state is not None,
     )  # fmt: skip
 
 
@@ -126,8 +127,8 @@ class Gradients(NamedTuple):
     @classmethod
     def empty(cls, x: ScanOperands, kind: ScanKind) -> Self:
         """Allocate the gradients, in the operands' dtypes."""
-        exists = zip(cls._fields, gradients_of(x, kind), strict=True)
-        operands: Iterator[Any] = (getattr(x, name) if exist else None for name, exist in exists)
+        exists = gradients_of(x, kind)
+        operands: Iterator[Any] = (getattr(x, name) if exists[name] else None for name in cls._fields)
         gradients: list[Any] = [None if operand is None else operand.new_empty(operand.shape) for operand in operands]
         return cls(*gradients)
 

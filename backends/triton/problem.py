@@ -113,17 +113,8 @@ class Problem(NamedTuple):
     @property
     def gradients(self) -> dict[str, bool]:
         """Whether each operand has a gradient."""
-        return {
-            "q": True,
-            "k": True,
-            "v": True,
-            "log_decay": self.decay != "none",
-            "b": self.delta and self.erase,
-            "w": self.write and not self.tied,
-            "e": self.erase_key,
-            "v_key": self.dplr,
-            "state": self.state,
-        }
+        erase, write = self.delta and self.erase, self.write and not self.tied
+        return existing_gradients(self.decay != "none", erase, write, self.erase_key, self.dplr, self.state)
 
     @property
     def rows(self) -> Any:
@@ -143,6 +134,14 @@ class Problem(NamedTuple):
             return self.slots(C) // distance + 2
         empty = isinstance(self.T, int) and self.T == 0  # comparing a symbolic T would add a guard
         return 2 if empty else self.N * ((self.T - 1) // (C * distance)) + 2
+
+
+def existing_gradients(log_decay: bool, b: bool, w: bool, erase_key: bool, v_key: bool, state: bool) -> dict[str, bool]:
+    """Whether each operand has a gradient, by its name, from whether there is such an operand."""
+    return {
+        "q": True, "k": True, "v": True, "log_decay": log_decay, "b": b, "w": w, "e": erase_key, "v_key": v_key,
+        "state": state,
+    }  # fmt: skip
 
 
 def architecture(device: DeviceSpec) -> str:

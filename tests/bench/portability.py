@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -87,19 +87,15 @@ class Compiler:
         self.used: list[dict[str, Any]] = []
 
     def __call__(
-        self,
-        kernel: Any,
-        tensors: Sequence[Any],
-        constants: Sequence[Hashable],
-        warps: int = 4,
-        stages: int = 1,
-        registers: int | None = None,
+        self, kernel: Any, tensors: Mapping[str, Any], traits: Mapping[str, Hashable], options: Any = (4, 1, None)
     ) -> Any:
-        types = [None if x is None else str(getattr(x, "dtype", x)) for x in tensors]
-        text = repr((kernel.cache_key, types, constants, warps, stages, registers, self.architecture))
+        read = [name for name in kernel.arg_names if name in tensors or name in traits]
+        types = {name: str(getattr(tensors[name], "dtype", tensors[name])) for name in read if name in tensors}
+        constants = {name: traits[name] for name in read if name not in tensors}
+        text = repr((kernel.cache_key, types, constants, tuple(options), self.architecture))
         key = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
         if key not in self.known:
-            self.known[key] = self.compile(kernel, tensors, constants, warps, stages, registers)
+            self.known[key] = self.compile(kernel, tensors, traits, options)
             self.path.write_text(json.dumps(self.known))
         self.used.append(self.known[key])
         return lambda *_: None
@@ -134,10 +130,12 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     from deltazoo.backends.conformance.cases import draw
     from deltazoo.backends.shapes import Shape
     from deltazoo.backends.spec import UpdateSpec
-    from deltazoo.backends.triton import decode, plan
+    from deltazoo.backends.triton import decode
+    from deltazoo.backends.triton import problem as problems
     from deltazoo.backends.triton.decode_op import decode_operands
     from deltazoo.backends.triton.heuristic import heuristic
     from deltazoo.backends.triton.lower import computes_in_float32, splits_terms
+    from deltazoo.backends.triton.registry import saves_16_bits
 
     name, update, dtype_name, width, kind = problem
     device, dtype = device_of(name, triton), getattr(torch, dtype_name)
@@ -153,13 +151,13 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     dtype = torch.float32 if computes_in_float32(spec, width, dtype, channel) else dtype
     split_terms = split_terms and dtype != torch.float32
     dplr = spec.transition == "dplr"
-    what = plan.Problem(
+    what = problems.Problem(
         dtype, 2, 200, 2, 2, width, width, spec.transition != "additive", dplr, spec.decay, False, split_terms,
-        pair=dplr,
+        dplr=dplr,
     )  # fmt: skip
-    what = plan.on_device(what, device)
+    what = what._replace(saves_16_bits=saves_16_bits(what, device))
     if kind != "decode":
-        launch_update(what, device, compiler, early=dplr, grad=kind == "training")
+        launch_update(what, device, compiler, before=dplr, grad=kind == "training")
         return
     case = Case(spec, Shape("tokens", 4, 4, 2, 2, width, width), dtype)
     x, traits = decode_operands(spec, draw(case), "")
@@ -207,20 +205,21 @@ def launch_elementwise(dtype: Any, width: int, kind: str, device: Any, compiler:
     """Run the launch code of Mamba's update with `width` states per channel on CPU tensors."""
     import torch
 
+    from deltazoo.backends.triton import problem as problems
     from deltazoo.backends.triton.element import launch
     from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall
 
     B, T, channels = 2, 1 if kind == "decode" else 200, 256
     qk, v = torch.empty(B, T, 1, width, dtype=dtype), torch.empty(B, T, channels, 1, dtype=dtype)
     step, rate, states = torch.empty(B, T, channels), torch.empty(channels, width), torch.empty(B, channels, width, 1)
-    with patch.object(launch, "launcher", compiler), patch.object(launch, "device_spec", lambda _: device):
+    with patch.object(launch, "launcher", compiler), patch.object(problems, "device_spec", lambda _: device):
         if kind == "decode":
-            launch.step_(ElementStepCall(qk, qk, v, None, step, rate, states, None, False, 1.0))
+            launch.step_(ElementStepCall(qk, qk, v, None, step, rate, states, None, "after", 1.0))
             return
         x = ElementOperands(qk, qk, v, step=step, rate=rate)
-        o, _, checkpoints = launch.forward(x, ElementKind(False, 1.0), kind == "training")
+        o, _, checkpoints = launch.forward(x, ElementKind("after", 1.0), kind == "training")
         if kind == "training":
-            launch.backward(x, ElementKind(False, 1.0), checkpoints, o, None, True)
+            launch.backward(x, ElementKind("after", 1.0), checkpoints, o, None, True)
 
 
 def summarise(used: list[dict[str, Any]], shared: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.check import check
 from deltazoo.backends.triton import TritonBackend, op
 from deltazoo.backends.triton.backward import backward
-from deltazoo.backends.triton.forward import prepare
+from deltazoo.backends.triton.forward import forward
 from deltazoo.backends.triton.lower import lower
-from deltazoo.backends.triton.operands import Gradients, Sizes
+from deltazoo.backends.triton.operands import Gradients
 from deltazoo.backends.triton.resolve import resolve
 from deltazoo.backends.triton.saved import Saved
 
@@ -60,8 +60,8 @@ report("backward", lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 report("check", lambda: check(spec, x))
 report("choice of the backend", lambda: bound.backend_for(UpdateMeta.of(x)))
 report("operands of the kernels", lambda: lower(spec, x, ""))
-xo, kind = lower(spec, x, "")
-xgo, _ = lower(spec, xg, "")
+xo, kind = lower(spec, x, "")[:2]
+xgo = lower(spec, xg, "").operands
 empty = EmptyFunction.apply(*[t for t in xgo if t is not None], *kind)
 report("an empty autograd.Function", lambda: EmptyFunction.apply(*[t for t in xgo if t is not None], *kind))
 d_empty = torch.randn_like(empty)
@@ -74,12 +74,11 @@ with torch.no_grad():
     arguments = (*xo, out[2], do, None, *kind)
     report("the backward's operator", lambda: op._backward_op(*arguments))
     report("the body of the backward's operator", lambda: op._backward_impl(*arguments))
-    written = kind.with_write(xo)
-    plan, config = resolve(written, kind, True)
-    saved = Saved.of(out[2], written, kind, Sizes.of(written, config.chunk), plan.every)
-    report("plan and launch config", lambda: resolve(written, kind, True))
-    report("prepare", lambda: prepare(written, kind, plan, config, saved.prepared))
-    report("launches of the backward", lambda: backward(written, kind, saved, do, None, plan, config))
-    report("allocation of the gradients", lambda: Gradients.empty(written, kind))
+    plan = resolve(xo, kind, True)
+    saved = Saved.of(out[2], plan.problem, plan.config.chunk, plan.checkpoint_chunks)
+    report("the plan", lambda: resolve(xo, kind, True))
+    report("launches of the forward", lambda: forward(xo, kind, plan))
+    report("launches of the backward", lambda: backward(xo, kind, saved, do, None, plan))
+    report("allocation of the gradients", lambda: Gradients.empty(xo, kind))
     report("torch.empty of 128 MiB", lambda: torch.empty_like(x.q))
     report("a device context", lambda: torch.cuda.device_of(x.q).__enter__())

@@ -1,7 +1,8 @@
 """Time a step and each of its kernels: python kernels.py [LETTERS] [CHANGE]...
 
 LETTERS select jobs of JOBS below. Each CHANGE modifies the heuristic's launch config: a phase (scan, recompute)
-selects its Hopper version, a phase after a minus (-scan) its portable version, and NAME=NUMBER sets a field (split=0).
+selects its version for sm90, a phase after a minus (-scan) its portable version, and NAME=NUMBER sets a field
+(segment_chunks=0).
 Prints ms captured in a CUDA graph with L2 flushed (as perf.py), then microseconds x launches of each kernel.
 """
 
@@ -14,7 +15,7 @@ from perf import SHAPES, bench, both, inputs
 
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.triton import TritonBackend
-from deltazoo.backends.triton.heuristic import on_hopper
+from deltazoo.backends.triton.heuristic import in_version
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.resolve import resolve
 
@@ -57,8 +58,8 @@ JOBS = {  # letter: spec, and B, T, H, HV, lengths, K, V
 
 def config_for(spec, x):
     """The heuristic's config with the changes of the command line; None without changes."""
-    operands, kind = lower(spec, x, "")
-    _, config = resolve(operands, kind, grad=True)
+    operands, kind = lower(spec, x, "")[:2]
+    config = resolve(operands, kind, grad=True).config
     changes = {}
     for word in sys.argv[2:]:
         name, _, number = word.removeprefix("-").partition("=")
@@ -69,7 +70,7 @@ def config_for(spec, x):
             portable = {"kernel": "portable"} | ({"stages": 2} if name == "gradients" else {})
             changes[name] = launch.model_copy(update=portable)
         else:
-            changes[name] = on_hopper(name, launch)
+            changes[name] = in_version("sm90", name, launch)
     return config.changed(**changes) if changes else None
 
 

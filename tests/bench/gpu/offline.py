@@ -25,7 +25,8 @@ from compiling import Compiler, launch_update
 from triton.backends.nvidia.compiler import get_ptxas
 
 from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.triton.plan import Problem, on_device
+from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.registry import saves_16_bits
 
 OPTIONS = ("--regAllocOptLevel=2",) if triton.__version__ >= "3.8" else ()  # of ptxas, as Triton sets them
 WIDTHS = (
@@ -41,32 +42,32 @@ MAX_SPILL = 600  # bytes of spill stores
 
 
 def problems(every: bool) -> Iterator[tuple[str, str, Problem, bool]]:
-    """Names, devices, problems, and whether erase and read are early."""
+    """Names, devices, problems, and whether erase and read come before the decay and the update."""
     widths = WIDTHS if every else [(128, 128)]
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if every else (torch.bfloat16,)
     flags = (False, True)
-    for device, dtype, (K, V), delta, erase_key, split_terms, packed, groups, decay, early, T in product(
+    for device, dtype, (K, V), delta, erase_key, split_terms, packed, groups, decay, before, T in product(
         DEVICES, dtypes, widths, (True, False), flags, flags, flags, (1, 2), ("head", "none"), flags, (200, 4200)
     ):
         if (erase_key or split_terms) and not delta:
             continue
         if (split_terms and dtype != torch.bfloat16) or (erase_key and dtype == torch.bfloat16 and not split_terms):
             continue
-        if (packed or groups > 1 or decay == "none" or early) and (K, V) not in ((16, 16), (128, 128)):
+        if (packed or groups > 1 or decay == "none" or before) and (K, V) not in ((16, 16), (128, 128)):
             continue
         N, H = (2, 2) if T == 200 else (1, 1)
         problem = Problem(dtype, N, T, H, H * groups, K, V, delta, erase_key, decay, packed, split_terms)
-        problem = on_device(problem, DEVICES[device])
+        problem = problem._replace(saves_16_bits=saves_16_bits(problem, DEVICES[device]))
         traits = [name for name in ("erase_key", "packed", "split_terms") if getattr(problem, name)]
         words = [device, str(dtype)[6:], f"K={K} V={V}", "delta" if delta else "additive", decay, f"groups={groups}"]
-        words += traits + (["early"] if early else []) + (["segments"] if T > 200 else [])
-        yield " ".join(words), device, problem, early
+        words += traits + (["before"] if before else []) + (["segments"] if T > 200 else [])
+        yield " ".join(words), device, problem, before
 
 
-def compile_problem(device: DeviceSpec, problem: Problem, early: bool) -> list[tuple[str, object]]:
+def compile_problem(device: DeviceSpec, problem: Problem, before: bool) -> list[tuple[str, object]]:
     """Compile what a forward and a backward pass launch."""
     compiler = Compiler(all=True)
-    launch_update(problem, device._replace(processors=132) if problem.T > 200 else device, compiler, early)
+    launch_update(problem, device._replace(processors=132) if problem.T > 200 else device, compiler, before)
     return compiler.compiled
 
 
@@ -97,11 +98,11 @@ def report(kernel: object) -> dict[str, object]:
 
 def main(words: list[str]) -> None:
     every = words[:1] == ["all"]
-    for name, device, problem, early in problems(every):
+    for name, device, problem, before in problems(every):
         if not all(word in name for word in words[every:]):
             continue
         try:
-            kernels = compile_problem(DEVICES[device], problem, early)
+            kernels = compile_problem(DEVICES[device], problem, before)
         except Exception as error:
             print(f"{name}: {str(error)[-300:]}", flush=True)
             continue
