@@ -162,14 +162,13 @@ def _launch(
     run(programs, numbers)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None,
-    ends: Tensor | None, channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
-) -> list[Tensor]:  # fmt: skip
+def _forward(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.kernels.conv.short_conv import short_conv_kernel
 
-    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens, ends))
+    inputs, (channels, silu, unit, launch) = _named(arguments)
+    operands, token_stride = _operands(inputs)
     config = ConvLaunch(*launch[: len(ConvLaunch._fields)])
+    x = inputs.x
     ys = [x.new_empty(*x.shape[:2], n) for n in channels]
     with torch.cuda.device_of(x):
         for y, (first, part) in zip(ys, _parts(channels, silu, unit), strict=True):
@@ -180,14 +179,13 @@ def _forward(
     return ys
 
 
-def _backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None,
-    ends: Tensor | None, dys: list[Tensor], channels: list[int], silu: list[bool], unit: list[int], launch: list[int],
-) -> list[Tensor]:  # fmt: skip
+def _backward(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.kernels.conv.short_conv import short_conv_backward_kernel
 
-    operands, token_stride = _operands(ConvInputs(x, weight, bias, history, cu_seqlens, ends))
+    inputs, (dys, channels, silu, unit, launch) = _named(arguments)
+    operands, token_stride = _operands(inputs)
     config = ConvLaunch(*launch[len(ConvLaunch._fields) :])
+    x, weight, bias, ends = inputs.x, inputs.weight, inputs.bias, inputs.ends
     (B, T, C), W = x.shape, weight.shape[-1]
     dx = x.new_empty(B, T, C)
     # zero, because no program writes the gradient of an empty sequence's history
@@ -209,6 +207,12 @@ def _backward(
     dweight = dw_by_lag[..., :W, :].flip(-2).mT.contiguous().to(weight.dtype)
     dbias = x.new_empty(0) if bias is None else dw_by_lag[..., W, :].to(bias.dtype, copy=True)
     return [dx, dweight, dbias, dhistory]
+
+
+def _named(arguments: tuple[Any, ...]) -> tuple[ConvInputs, tuple[Any, ...]]:
+    """Return the operands among an operator's arguments, and the others."""
+    tensors = len(ConvInputs._fields)
+    return ConvInputs(*arguments[:tensors]), arguments[tensors:]
 
 
 def _forward_fake(*arguments: Any) -> list[Tensor]:
