@@ -1,6 +1,6 @@
 #!/bin/sh
 # Compare the speed of two checkouts on one GPU, in turns: sh compare.sh OLD NEW [OUT]; each is a folder with the package.
-# Prints the tables of perf.py, kernels.py and host.py of both, three times each. About 25 minutes on an H100.
+# Prints the tables of perf.py, kernels.py and host.py of both, three times each.
 set -e
 old=$1 new=$2 out=${3:-/tmp/compare}
 mkdir -p "$out"
