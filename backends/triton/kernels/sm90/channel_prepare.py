@@ -6,7 +6,8 @@ channels, from log2 decays and scaled float16 operands,
     computes factors within each warp's tokens and the products of levels 8, 4, 2 and 1, in registers (decay_levels.py);
     exchanges the decays over each warp's tokens through shared memory: with the factors up to and after a token in its
         warp, 2^G and 2^(Gend - G);
-    stores Q, W and E, and in shared memory the operands of levels 32 and 16, whose tokens are in different warps.
+    stores Q, k_decayed and E, and in shared memory the operands of levels 32 and 16, whose tokens are in different
+    warps.
 
 Then wgmma computes the products of these two levels, for tokens i in the rows and j in the columns:
 
@@ -292,8 +293,8 @@ def hopper_channel_prepare_kernel(
         ones = gl.full([4, 32], 1.0, gl.float32, LANE_CHANNELS)
         tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
         Q_at = scaled + value_head + (even * (HV * K) + channel) + odd * (HV * K)
-        W_at = Q_at + tile_size
-        E_at = W_at + tile_size
+        k_decayed_at = Q_at + tile_size
+        E_at = k_decayed_at + tile_size
         for tile in range(NT):
             a = gl.maximum(next_decay * LOG2E, MIN_LOG2_DECAY, propagate_nan=tl.PropagateNan.ALL)
             first = tile * 32
@@ -347,8 +348,8 @@ def hopper_channel_prepare_kernel(
             Q = to_16_bits(q_tile * before_q[:, None, :], dtype)
             gl.store(Q_at + first, scale_rows(Q, q_scale, SCALED), mask=in_tile)
             k_scale = k_up_s.reshape([4, 16]).load(TOKENS).to(dtype)
-            W = to_16_bits(k_tile * after[:, None, :], dtype)
-            gl.store(W_at + first, scale_rows(W, k_scale, SCALED), mask=in_tile)
+            k_decayed = to_16_bits(k_tile * after[:, None, :], dtype)
+            gl.store(k_decayed_at + first, scale_rows(k_decayed, k_scale, SCALED), mask=in_tile)
             if DELTA:
                 e_scale = -e_up_s.reshape([4, 16]).load(TOKENS)[:, :, None]
                 E = e_tile * before * e_scale

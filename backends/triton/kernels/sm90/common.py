@@ -236,7 +236,7 @@ def copy_gates_async(
             i = gl.arange(0, 64, ONE_PER_THREAD)
             async_load(smem.G_prev.index(stage), gates - 1 + i, mask=i > 0)
     if DELTA:
-        async_load(smem.c.index(stage), gates + 64 + gl.arange(0, 64, FOUR_PER_THREAD))
+        async_load(smem.erase.index(stage), gates + 64 + gl.arange(0, 64, FOUR_PER_THREAD))
     if WRITE:
         async_load(smem.w.index(stage), gates + 128 + gl.arange(0, 64, FOUR_PER_THREAD))
 
@@ -260,9 +260,9 @@ def allocate_gate_rings(NUM_STAGES: gl.constexpr, GATES_BEFORE: gl.constexpr, DE
     """Allocate the rings of G, G before each token, c and w; those not used alias G."""
     G_s = allocate_vector_ring(NUM_STAGES)
     G_prev_s = allocate_vector_ring(NUM_STAGES) if GATES_BEFORE else G_s
-    c_s = allocate_vector_ring(NUM_STAGES) if DELTA else G_s
+    erase_s = allocate_vector_ring(NUM_STAGES) if DELTA else G_s
     w_s = allocate_vector_ring(NUM_STAGES) if WRITE else G_s
-    return G_s, G_prev_s, c_s, w_s
+    return G_s, G_prev_s, erase_s, w_s
 
 
 @gluon.jit

@@ -78,7 +78,7 @@ def add_pairs(
     products, operands, rows_s, outs, to_middle, g_hi, g_lo, G_middle, G_end, scale, stride: gl.constexpr,
     tokens_left, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """Store Q, W, E and M of a tile of keys, and add its products to A, B, P and R, which are valid for j < i only."""
+    """Store Q, k_decayed, E and M of a tile of keys, and add its products to A, B, P and R, valid for j < i only."""
     A, B, P, R = products
     q_s, k_s, e_s, m_s = operands
     x_level, k_level, m_level = rows_s

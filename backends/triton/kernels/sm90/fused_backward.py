@@ -212,7 +212,7 @@ def recompute_chunk(S, grads, smem, zero, stage, phase, traits: gl.constexpr):
     if traits.WRITE:
         x *= smem.w.index(stage).load(ACC_VT_COLUMNS)[None, :]
     if DELTA:
-        erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
+        erase = smem.erase.index(stage).load(ACC_VT_COLUMNS)
         y, _ = warpgroup_mma_wait(0, deps=[y, S_16])
         x -= y * erase[None, :]
         SCALED: gl.constexpr = smem.T.dtype == gl.float16

@@ -73,7 +73,7 @@ def store_gates(
     gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
     DECAY: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """Store G, c = b 2^G' and w in gates; leave b, G and, if it is needed, G before each token in shared memory."""
+    """Store G, the erase strength b 2^G' and w in gates; leave b, G and G before each token in shared memory."""
     i = gl.arange(0, 64, GATE_TOKEN)[None, :]
     gates_at = gates + gate_row * 3 * 64 + i
     if DECAY != "none":
@@ -82,13 +82,13 @@ def store_gates(
         G_s.store(gl.reshape(G, [256]))
         if ERASE_PREVIOUS or READ_BEFORE:
             G_prev_s.store(gl.reshape(G_prev, [256]))
-        c = erase * exp2_ftz(G_prev if ERASE_PREVIOUS else G)
+        scaled_erase = erase * exp2_ftz(G_prev if ERASE_PREVIOUS else G)
     else:
         G = log2_decay
-        c = erase
+        scaled_erase = erase
     erase_s.store(gl.reshape(erase, [256]))
     gl.store(gates_at + gl.zeros([4, 1], gl.int32, GATE), G, mask=is_warp_0)
-    gl.store(gates_at + (64 + gl.zeros([4, 1], gl.int32, GATE)), c, mask=is_warp_0)
+    gl.store(gates_at + (64 + gl.zeros([4, 1], gl.int32, GATE)), scaled_erase, mask=is_warp_0)
     gl.store(gates_at + (128 + gl.zeros([4, 1], gl.int32, GATE)), write, mask=is_warp_0)
 
 

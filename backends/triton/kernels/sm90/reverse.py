@@ -8,15 +8,16 @@ head:
     dv = w du
     dS = 2^Gend dS' + (scale 2^G'' q)^T do - (c e)^T du             e is k, or an operand
 
-With a decay per channel the scaled operands Q, W and E of portable/channel/prepare.py replace q, k and e:
+With a decay per channel the scaled operands Q, k_decayed and E of portable/channel/prepare.py replace q, k and e:
 
-    dx = P^T do + W dS',    dS = diag(2^Gend) dS' + Q^T do - E^T du
+    dx = P^T do + k_decayed dS',    dS = diag(2^Gend) dS' + Q^T do - E^T du
 
 dS' and du of every chunk go to scratch memory for gradients.py.
 
 Grid, warp groups, ring buffer and barrier protocol are those of scan.py, with the chunks in reverse order and do in the
-buffers of v. With a decay per channel k_full and k_empty protect W, do and P, which the consumers release when dx is
-complete, and v_full and empty T, Q, E, 2^Gend and w. Each consumer keeps the float32 accumulators of dS^T [64 values,
+buffers of v. With a decay per channel k_full and k_empty protect k_decayed, do and P, which the consumers release when
+dx is complete, and v_full and empty T, Q, E, 2^Gend and w. Each consumer keeps the float32 accumulators of dS^T [64
+values,
 K].
 
 TERMS = 2 splits dS' in k dS' and du in dS into two 16-bit terms (hi + lo), and T has two; docs/kernels.md.
@@ -188,7 +189,7 @@ def reverse_chunk(
         if BY_CHANNEL:
             minus_du = -dx
         else:
-            erase = smem.c.index(stage).load(ACC_COLUMNS)
+            erase = smem.erase.index(stage).load(ACC_COLUMNS)
             minus_du = dx * -erase[None, :]
         minus_du_16 = to_16_bits(minus_du, dtype)
         a_du = gl.convert_layout(minus_du_16, A_OPERAND, assert_trivial=True)

@@ -7,10 +7,10 @@ head:
     o  = scale 2^G'' (S^T q) + P x            OUTPUT
     S' = 2^Gend S + (2^(Gend - G) k)^T x
 
-With a decay per channel the scaled operands Q, W and E of portable/channel/prepare.py replace q, k and e, and 2^Gend is
-a vector [K]; P is always a tile:
+With a decay per channel the scaled operands Q, k_decayed and E of portable/channel/prepare.py replace q, k and e, and
+2^Gend is a vector [K]; P is always a tile:
 
-    x = T (w v - E S),    o = Q S + P x,    S' = diag(2^Gend) S + W^T x
+    x = T (w v - E S),    o = Q S + P x,    S' = diag(2^Gend) S + k_decayed^T x
 
 Grid: one CTA for each (sequence, segment, value head, tile of 128 values); it loops over its chunks of 64 tokens. With
 HALVES = 2 long sequences have two per tile, each with one busy consumer, which shortens a chunk by 30 %. One CTA
@@ -24,7 +24,7 @@ of the chunk are B operands in shared memory. The producer copies the tiles of o
 Barriers (scan_traits.SharedStorage), each an array over the stages of the ring buffer, 2 or 3 (scan_traits.num_stages):
 
     barrier  arrivals             arrives              waits      protects
-    k_full   1                    producer             consumers  k, or e if it is an operand; q, G, G_prev, c, w
+    k_full   1                    producer             consumers  k, or e if it is an operand; q, G, G_prev, erase, w
     v_full   1                    producer             consumers  v, T, P; k beside an operand e
     empty    2 x 128 (threads)    consumers, at the    producer   all buffers of the stage
                                   end of the chunk
@@ -33,7 +33,7 @@ With a decay per channel and an erase term only two stages fit. The consumers th
 and Q S are complete (k_empty), and the producer replaces them while the consumers compute the rest of the chunk:
 
     k_full   1                    producer             consumers  E, Q
-    v_full   1                    producer             consumers  W, v, T, P, 2^Gend, w
+    v_full   1                    producer             consumers  k_decayed, v, T, P, 2^Gend, w
     k_empty  2 x 128 (threads)    consumers, after     producer   E, Q
                                   Q S and E S
     empty    2 x 128 (threads)    consumers, at the    producer   the other buffers of the stage
@@ -187,7 +187,7 @@ def scan_chunk(
         x *= smem.w.index(stage).load(ACC_COLUMNS)[None, :]
     if DELTA:
         if not BY_CHANNEL:
-            erase = smem.c.index(stage).load(ACC_COLUMNS)
+            erase = smem.erase.index(stage).load(ACC_COLUMNS)
         if not BY_KEY_TILES:
             y, _, _ = warpgroup_mma_wait(NK if OUTPUT else 0, deps=[y, a_S[0], a_S[NK - 1]])
         x -= y if BY_CHANNEL else y * erase[None, :]

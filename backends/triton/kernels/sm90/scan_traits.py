@@ -118,8 +118,8 @@ class SharedStorage(NamedTuple):
     """Shared memory: ring buffers of NUM_STAGES chunks and their mbarriers.
 
     k, q, e, v: NK, NK, NK and 2 tiles of 64 columns; T, P: the WY tiles T and P^T; T_low: second term of T; G, G_prev,
-    c, w: gates [64], with a decay per channel G: 2^Gend [64 NK]. k_full, v_full: the first and the second group of the
-    producer's copies to a stage have completed; empty: both consumers have released it. k_empty: with a decay per
+    erase, w: gates [64], with a decay per channel G: 2^Gend [64 NK]. k_full, v_full: the first and the second group of
+    the producer's copies to a stage have completed; empty: both consumers have released it. k_empty: with a decay per
     channel, both consumers have released what the first group holds.
     """
 
@@ -132,7 +132,7 @@ class SharedStorage(NamedTuple):
     P: Any
     G: Any
     G_prev: Any
-    c: Any
+    erase: Any
     w: Any
     k_full: Any
     v_full: Any
@@ -222,13 +222,15 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr):
     if BY_CHANNEL:
         G_s = allocate_vector_ring(NUM_STAGES, 64 * NK)
         G_prev_s = G_s
-        c_s = G_s
+        erase_s = G_s
         w_s = allocate_vector_ring(NUM_STAGES) if traits.WRITE else G_s
     else:
-        G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, traits.GATES_BEFORE, DELTA, traits.WRITE)
+        G_s, G_prev_s, erase_s, w_s = allocate_gate_rings(NUM_STAGES, traits.GATES_BEFORE, DELTA, traits.WRITE)
     k_full = allocate_barriers(NUM_STAGES, 1)
     v_full = allocate_barriers(NUM_STAGES, 1)
     empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS)
     k_empty = allocate_barriers(NUM_STAGES, 2 * WARP_GROUP_THREADS) if BY_CHANNEL else empty
-    smem = SharedStorage(k_s, q_s, e_s, v_s, T_s, T_low_s, P_s, G_s, G_prev_s, c_s, w_s, k_full, v_full, k_empty, empty)
+    smem = SharedStorage(
+        k_s, q_s, e_s, v_s, T_s, T_low_s, P_s, G_s, G_prev_s, erase_s, w_s, k_full, v_full, k_empty, empty
+    )
     return smem, (P_a, P_b), staging, (state_a, state_b)

@@ -14,7 +14,7 @@ gradients it computes half of the keys. They exchange data through shared memory
 Barriers (sweep_traits.SharedStorage); k_full and q_full are arrays over the two stages of the ring buffer:
 
     barrier      arrivals           arrives              waits      protects
-    k_full       1                  producer             consumers  k, do, P, G, G_prev, c, w, chunk_info of a stage
+    k_full       1                  producer             consumers  k, do, P, G, G_prev, erase, w, chunk_info of a stage
     q_full       1                  producer             consumers  q, T of a stage
     state_full   1                  producer             consumers  S, x
     state_empty  2 x 128 (threads)  consumers, after     producer   S, x

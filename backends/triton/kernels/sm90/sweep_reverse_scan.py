@@ -152,7 +152,7 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         du, a_dx, scales = matmul_inverse_async(
             dx, smem.T.index(stage), low_inverse_tile(smem), A_VT, SCALED, traits.TERMS
         )
-        erase = smem.c.index(stage).load(ACC_VT_COLUMNS)
+        erase = smem.erase.index(stage).load(ACC_VT_COLUMNS)
         mbarrier.wait(smem.state_full, state_phase)
         do_x = gl.zeros([64, 64], gl.float32, ACC_TT)
         do_x = warpgroup_mma(

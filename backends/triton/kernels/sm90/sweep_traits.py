@@ -65,8 +65,8 @@ def producer_registers(decay, delta):
 class SharedStorage(NamedTuple):
     """Shared memory and mbarriers.
 
-    Ring buffers of NUM_STAGES chunks: k, q, do [64, 128]; T, P: the WY tiles T and P^T; G, G_prev, c, w: gates [64];
-    chunk_info: integers that describe the chunk (sweep_reductions.py).
+    Ring buffers of NUM_STAGES chunks: k, q, do [64, 128]; T, P: the WY tiles T and P^T; G, G_prev, erase, w: gates
+    [64]; chunk_info: integers that describe the chunk (sweep_reductions.py).
 
     Single buffers: S: S^T [128 values, 128 keys] before the chunk and x [64, 128], both copied by the producer; dS:
     dS'^T; du: du^T [128 values, 64] (additive updates: alias of x); dP: the causal dP [64, 64] (with an erase: alias of
@@ -82,7 +82,7 @@ class SharedStorage(NamedTuple):
     P: Any
     G: Any
     G_prev: Any
-    c: Any
+    erase: Any
     w: Any
     chunk_info: Any
     S: Any
@@ -136,7 +136,7 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
         T_s = P_s
         du_s = x_s
         dP_s = allocate_tile(dtype, NUM_STAGES=NUM_STAGES)
-    G_s, G_prev_s, c_s, w_s = allocate_gate_rings(NUM_STAGES, GATES_BEFORE, traits.DELTA, traits.WRITE)
+    G_s, G_prev_s, erase_s, w_s = allocate_gate_rings(NUM_STAGES, GATES_BEFORE, traits.DELTA, traits.WRITE)
     sums_s = gl.allocate_shared_memory(gl.float32, [2, 8], SMEM_SUMS)
     # float32 does not fit beside the ring of G_prev
     steps_dtype: gl.constexpr = gl.bfloat16 if GATES_BEFORE else gl.float32
@@ -153,7 +153,7 @@ def allocate_smem(traits: gl.constexpr, T_dtype: gl.constexpr, EMPTY_BARRIERS: g
         T_low_full = allocate_barriers(1, 1).index(0)
         du_empty = allocate_barriers(1, 2 * WARP_GROUP_THREADS).index(0)
     return SharedStorage(
-        k_s, q_s, do_s, T_s, P_s, G_s, G_prev_s, c_s, w_s, chunk_info_s, S_s, x_s, dS_s, du_s, dP_s, sums_s,
+        k_s, q_s, do_s, T_s, P_s, G_s, G_prev_s, erase_s, w_s, chunk_info_s, S_s, x_s, dS_s, du_s, dP_s, sums_s,
         steps_s,
         k_full, q_full, state_full, empty, state_empty, T_low_full, du_empty,
     )  # fmt: skip

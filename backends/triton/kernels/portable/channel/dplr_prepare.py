@@ -6,8 +6,8 @@ With G the cumulative log2 decay per channel c and G'_i = G_(i-1), for a chunk w
 
     A_ij = sum_c e_ic k_jc 2^(G'_ic - G_jc),    B_ij = sum_c e_ic m_jc 2^(G'_ic - G_jc)          (j < i)
     P_ij = scale sum_c q_ic k_jc 2^(G''_ic - G_jc),    R_ij = scale sum_c q_ic m_jc 2^(G''_ic - G_jc)    (j <= i)
-    x = T (E S0 + B v),    T = (I - A)^-1,    o = Q S0 + P x + R v,    S' = 2^Gend S0 + W^T x + M^T v
-    Q = scale q 2^G'',   W = k 2^(Gend - G),   E = e 2^G',   M = m 2^(Gend - G)
+    x = T (E S0 + B v),    T = (I - A)^-1,    o = Q S0 + P x + R v,    S' = 2^Gend S0 + k_decayed^T x + M^T v
+    Q = scale q 2^G'',   k_decayed = k 2^(Gend - G),   E = e 2^G',   M = m 2^(Gend - G)
 
 G'' is G, or G' if the output is read before the update; P and R then have j < i.
 
@@ -126,7 +126,7 @@ def dplr_prepare_kernel(
     in gates.
 
     Reads q, k, e, v_key, log_decay [B, T, HV, K].
-    Writes scaled [4, B, T, HV, K] = Q, W, E, M; gates [slots, HV, K + C], of which 2^Gend per channel; wy_tiles
+    Writes scaled [4, B, T, HV, K] = Q, k_decayed, E, M; gates [slots, HV, K + C], of which 2^Gend per channel; wy_tiles
     [slots, HV, 2, C, C + 8] = T with P and B with R, each as in ../wy_tiles.py; decay_bounds [slots, HV] = 0.
     """
     BLOCKS: tl.constexpr = (HV + HEADS - 1) // HEADS

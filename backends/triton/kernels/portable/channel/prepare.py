@@ -5,7 +5,7 @@
 
 G, G' and G'' are those of ../prepare.py, per channel c. The scans read scaled operands instead of q, k and e:
 
-    Q = scale q 2^G'',   W = k 2^(Gend - G),   E = b e 2^G'
+    Q = scale q 2^G'',   k_decayed = k 2^(Gend - G),   E = b e 2^G'
 
 and see no other decay than 2^Gend, by which a chunk scales the state. C tokens in a chunk, H key heads, HV value heads,
 K key width
@@ -41,7 +41,7 @@ def channel_prepare_kernel(
     Grid: chunk slot, value head. Each program loops over tiles of BK keys.
 
     Reads q, k, e [B, T, H, K], with ERASE_CHANNELS the erase key is e k; log_decay [B, T, HV, K]; b, w [B, T, HV].
-    Writes scaled [2 or 3, B, T, HV, K] = Q, W and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
+    Writes scaled [2 or 3, B, T, HV, K] = Q, k_decayed and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
     [slots, HV, 1, C, C + 8], T and P (T = 0 without an erase term); decay_bounds [slots, HV] = 0.
     """
     pid = tl.program_id(0)
