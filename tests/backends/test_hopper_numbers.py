@@ -145,7 +145,7 @@ CHANNEL_ROUTES = {
     "odd tiles": ({}, Shape("pack", 1, 265, 1, 1, 104, 136, lengths=(200, 0, 1, 64))),
     "one tile of keys": ({}, Shape("heads", 1, 300, 2, 2, 64, 64)),
     "windows": ({"scratch": 0}, Shape("narrow", 1, 400, 1, 1, 40, 72)),
-    "segments": ({"split": 4}, Shape("segments", 1, 400, 1, 1, 72, 72)),
+    "segments": ({"segment_chunks": 4}, Shape("segments", 1, 400, 1, 1, 72, 72)),
 }
 CHANNEL_CASES = [
     pytest.param(
