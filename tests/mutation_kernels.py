@@ -54,7 +54,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "scan: the state does not decay between chunks", f"{PORTABLE}/scan.py",
-        "Sa *= tl.exp2(G_end)", "Sa *= 1.0", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
+        "S = scaled(S, tl.exp2(G_end), NK)", "S = scaled(S, 1.0, NK)", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
         "segments: the slots of two sequences overlap", f"{KERNELS}/layout.py",
@@ -69,7 +69,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "scan: the low half of the state is left out of the erase", f"{PORTABLE}/scan.py",
-        "(Sa - S_a.to(tl.float32)).to(dtype)", "tl.zeros_like(S_a)",
+        "(S[0] - S_low[0].to(tl.float32)).to(dtype)", "tl.zeros_like(S_low[0])",
         "test-kernels", "backends/test_triton.py::test_splitting_the_feedback_in_two_terms_reduces_the_error",
     ),
     Mutation(

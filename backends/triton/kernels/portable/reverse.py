@@ -20,8 +20,6 @@ from deltazoo.backends.triton.kernels.layout import (
     clamp_away_from_zero,
     cumulative_decays,
     dot_split_lhs,
-    load_chunk_decay,
-    load_column_major,
     load_gate,
     load_rows,
     load_write_strengths,
@@ -29,10 +27,23 @@ from deltazoo.backends.triton.kernels.layout import (
     segment_slot,
     sequence_and_segment,
     significant_prefix,
-    store_column_major,
-    store_rows,
-    store_state,
     store_transposed,
+)
+from deltazoo.backends.triton.kernels.portable.key_tiles import (
+    add_column_major,
+    add_dot,
+    add_dot_split,
+    add_rows,
+    dot_transposed,
+    key_columns,
+    load_pairs,
+    load_tiles,
+    scaled,
+    scaled_by_channel,
+    store_state_tiles,
+    store_tiles,
+    store_tiles_column_major,
+    zero_tiles,
 )
 from deltazoo.backends.triton.kernels.portable.wy_tiles import dot_inverse, load_inverse, load_p_transposed, p_terms
 
@@ -76,12 +87,9 @@ def reverse_kernel(
     i = tl.arange(0, C)
     column = (pid % TILES) * BV
     vs = column + tl.arange(0, BV)
-    ka = tl.arange(0, K0)
+    NK: tl.constexpr = 2 if K1 > 0 else 1
+    keys, in_keys = key_columns(K, K0, K1)
     in_v = vs < V
-    in_ka = ka < K
-    if K1 > 0:
-        kb = K0 + tl.arange(0, K1)
-        in_kb = kb < K
     causal = i[:, None] > i[None, :] if READ_BEFORE else i[:, None] >= i[None, :]
     dtype: tl.constexpr = k.dtype.element_ty
     P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
@@ -93,18 +101,12 @@ def reverse_kernel(
 
     if first < last:
         at_dstate = dstate + (tl.cast(n, tl.int64) * HV + hv) * V * K
-        dSa = tl.zeros([BV, K0], tl.float32)
-        if K1 > 0:
-            dSb = tl.zeros([BV, K1], tl.float32)
+        dS = zero_tiles(BV, K0, K1)
         if not ENDS and SEGMENT_CHUNKS > 0:
             at_start = starts + tl.cast(segment_index, tl.int64) * V * K
-            dSa += load_rows(at_start, vs, ka, in_v, in_ka, K)
-            if K1 > 0:
-                dSb += load_rows(at_start, vs, kb, in_v, in_kb, K)
+            dS = add_rows(dS, at_start, vs, keys, in_v, in_keys, K, NK)
         elif not ENDS:
-            dSa += load_column_major(at_dstate, vs, ka, in_v, in_ka, V)
-            if K1 > 0:
-                dSb += load_column_major(at_dstate, vs, kb, in_v, in_kb, V)
+            dS = add_column_major(dS, at_dstate, vs, keys, in_v, in_keys, V, NK)
         for back in tl.range(0, last - first, num_stages=STAGES):
             c = last - 1 - back
             in_time = i < length - c * C
@@ -113,17 +115,11 @@ def reverse_kernel(
             chunk = tl.cast(slot + c, tl.int64) * HV + hv
             scratch_slot = first_scratch_slot + c - window_first
 
-            k_a = load_rows(k + key_offset, i, ka, in_time, in_ka, H * K)
-            q_a = load_rows(q + key_offset, i, ka, in_time, in_ka, H * K)
-            if K1 > 0:
-                k_b = load_rows(k + key_offset, i, kb, in_time, in_kb, H * K)
-                q_b = load_rows(q + key_offset, i, kb, in_time, in_kb, H * K)
+            k_tiles, q_tiles = load_pairs(k, q, key_offset, i, keys, in_time, in_keys, H * K, NK)
             do_T = tl.trans(load_rows(do + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
             if not ENDS:
                 at = dstates + (tl.cast(scratch_slot, tl.int64) * HV + hv) * V * K
-                store_state(at, dSa, column, ka, in_ka, V, K, True)
-                if K1 > 0:
-                    store_state(at, dSb, column, kb, in_kb, V, K, True)
+                store_state_tiles(at, dS, column, keys, in_keys, V, K, True, NK)
 
             if DELTA:
                 T_hi = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 0)
@@ -135,23 +131,21 @@ def reverse_kernel(
             # dx = P^T do + (2^(Gend - G) k) dS'
             if DPLR and not ENDS:
                 R = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 1))
-                v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
-                dvalue = tl.dot(dSa.to(dtype), tl.trans(v_key_a), input_precision=PREC)
-                if K1 > 0:
-                    v_key_b = load_rows(v_key + key_offset, i, kb, in_time, in_kb, H * K)
-                    dvalue = tl.dot(dSb.to(dtype), tl.trans(v_key_b), dvalue, input_precision=PREC)
+                v_key_tile = load_rows(v_key + key_offset, i, keys[0], in_time, in_keys[0], H * K)
+                dvalue = tl.dot(dS[0].to(dtype), tl.trans(v_key_tile), input_precision=PREC)
+                for t in tl.static_range(1, NK):
+                    v_key_tile = load_rows(v_key + key_offset, i, keys[t], in_time, in_keys[t], H * K)
+                    dvalue = tl.dot(dS[t].to(dtype), tl.trans(v_key_tile), dvalue, input_precision=PREC)
                 dvalue = tl.dot(do_T, R, dvalue, input_precision=PREC)
-            dx = dot_split_lhs(dSa, tl.trans(k_a), tl.zeros([BV, C], tl.float32), dtype, TERMS, PREC)
-            if K1 > 0:
-                dx = dot_split_lhs(dSb, tl.trans(k_b), dx, dtype, TERMS, PREC)
+            dx = tl.zeros([BV, C], tl.float32)
+            for t in tl.static_range(NK):
+                dx = dot_split_lhs(dS[t], tl.trans(k_tiles[t]), dx, dtype, TERMS, PREC)
             if DECAY != "none" and DECAY != "channel":
                 G, G_before, G_end = cumulative_decays(gates, chunk, i, C)
                 G_read = G_before if READ_BEFORE else G
                 dx *= tl.exp2(G_end - G)[None, :]
             if not DELTA and DECAY != "channel":
-                P_hi = tl.dot(q_a, tl.trans(k_a), input_precision=PREC)
-                if K1 > 0:
-                    P_hi = tl.dot(q_b, tl.trans(k_b), P_hi, input_precision=PREC)
+                P_hi = dot_transposed(q_tiles, k_tiles, PREC, NK)
                 if DECAY != "none":
                     P_hi *= tl.exp2(tl.where(causal, G_read[:, None] - G[None, :], 0.0))
                 P_hi = tl.where(causal, P_hi * scale, 0.0).to(dtype)
@@ -168,17 +162,11 @@ def reverse_kernel(
             doq = do_T.to(tl.float32) * scale
             if DECAY == "channel":
                 doq = do_T
-                dSa *= load_chunk_decay(gates, chunk, ka, in_ka, K, C)[None, :]
-                if K1 > 0:
-                    dSb *= load_chunk_decay(gates, chunk, kb, in_kb, K, C)[None, :]
+                dS = scaled_by_channel(dS, gates, chunk, keys, in_keys, K, C, NK)
             elif DECAY != "none":
                 doq *= tl.exp2(G_read)[None, :]
-                dSa *= tl.exp2(G_end)
-                if K1 > 0:
-                    dSb *= tl.exp2(G_end)
-            dSa = tl.dot(doq.to(dtype), q_a, dSa, input_precision=PREC)
-            if K1 > 0:
-                dSb = tl.dot(doq.to(dtype), q_b, dSb, input_precision=PREC)
+                dS = scaled(dS, tl.exp2(G_end), NK)
+            dS = add_dot(dS, doq.to(dtype), q_tiles, PREC, NK)
             if not ENDS:
                 if DPLR:
                     B = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1)
@@ -190,25 +178,12 @@ def reverse_kernel(
                     dvalue = dx * (clamp_away_from_zero(write, MIN_BETA) if DU_IS_DV else write)[None, :]
                 store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
-                if ERASE_KEY:
-                    e_a = load_rows(e + key_offset, i, ka, in_time, in_ka, H * K)
-                    if K1 > 0:
-                        e_b = load_rows(e + key_offset, i, kb, in_time, in_kb, H * K)
-                else:
-                    e_a = k_a
-                    if K1 > 0:
-                        e_b = k_b
+                e_tiles = load_tiles(e + key_offset, i, keys, in_time, in_keys, H * K, NK) if ERASE_KEY else k_tiles
                 due = dx if DPLR else -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
-                dSa = dot_split_lhs(due, e_a, dSa, dtype, TERMS, PREC)
-                if K1 > 0:
-                    dSb = dot_split_lhs(due, e_b, dSb, dtype, TERMS, PREC)
+                dS = add_dot_split(dS, due, e_tiles, dtype, TERMS, PREC, NK)
         if ENDS:
             at_end = ends + tl.cast(segment_index, tl.int64) * (V + K) * K
-            store_rows(at_end, dSa, vs, ka, in_v, in_ka, K)
-            if K1 > 0:
-                store_rows(at_end, dSb, vs, kb, in_v, in_kb, K)
+            store_tiles(at_end, dS, vs, keys, in_v, in_keys, K, NK)
         elif segment == 0:
             at_dstate += opaque_zero(last, 30)
-            store_column_major(at_dstate, dSa, vs, ka, in_v, in_ka, V)
-            if K1 > 0:
-                store_column_major(at_dstate, dSb, vs, kb, in_v, in_kb, V)
+            store_tiles_column_major(at_dstate, dS, vs, keys, in_v, in_keys, V, NK)

@@ -19,18 +19,30 @@ from deltazoo.backends.triton.kernels.layout import (
     chunk_range,
     cumulative_decays,
     dot_split_lhs,
-    load_chunk_decay,
-    load_column_major,
     load_gate,
     load_rows,
     load_write_strengths,
     negligible_prefix,
     segment_slot,
     sequence_and_segment,
-    store_column_major,
-    store_rows,
-    store_state,
     store_transposed,
+)
+from deltazoo.backends.triton.kernels.portable.key_tiles import (
+    add_column_major,
+    add_dot,
+    add_dot_split,
+    add_rows,
+    dot_transposed,
+    identity,
+    key_columns,
+    load_tiles,
+    scaled,
+    scaled_by_channel,
+    store_state_tiles,
+    store_tiles,
+    store_tiles_column_major,
+    to_dtype,
+    zero_tiles,
 )
 from deltazoo.backends.triton.kernels.portable.wy_tiles import (
     dot_inverse,
@@ -100,11 +112,8 @@ def scan_kernel(
     if PAIRS:
         pairs = column // 2 + tl.arange(0, BV // 2)
         in_pairs = (pairs < V // 2) & ((is_map == 0) | (not ENDS))
-    ka = tl.arange(0, K0)
-    in_ka = ka < K
-    if K1 > 0:
-        kb = K0 + tl.arange(0, K1)
-        in_kb = kb < K
+    NK: tl.constexpr = 2 if K1 > 0 else 1
+    keys, in_keys = key_columns(K, K0, K1)
     causal = i[:, None] < i[None, :] if READ_BEFORE else i[:, None] <= i[None, :]
     state_offset = (tl.cast(n, tl.int64) * HV + hv) * K * V
     dtype: tl.constexpr = k.dtype.element_ty
@@ -123,9 +132,7 @@ def scan_kernel(
         if (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends")):
             last = first
         first = tl.minimum(first + tl.maximum(negligible - 1, 0), last)
-    Sa = tl.zeros([BV, K0], tl.float32)
-    if K1 > 0:
-        Sb = tl.zeros([BV, K1], tl.float32)
+    S = zero_tiles(BV, K0, K1)
     if CHECKPOINT_CHUNKS > 0:
         # index that a checkpoint of chunk 0 would have; it is not stored, because that state is an operand
         checkpoint_offset = (slot // CHECKPOINT_CHUNKS if PACKED else n * ((chunks - 1) // CHECKPOINT_CHUNKS)) - 1
@@ -134,27 +141,19 @@ def scan_kernel(
             checkpoint = (
                 checkpoints + (tl.cast(checkpoint_offset + first // CHECKPOINT_CHUNKS, tl.int64) * HV + hv) * V * K
             )
-            Sa += load_rows(checkpoint, vs, ka, in_v, in_ka, K)
-            if K1 > 0:
-                Sb += load_rows(checkpoint, vs, kb, in_v, in_kb, K)
+            S = add_rows(S, checkpoint, vs, keys, in_v, in_keys, K, NK)
     elif OUTPUT and SEGMENT_CHUNKS > 0:
         if (first < last) | (segment == 0):
             at_start = starts + tl.cast(segment_index, tl.int64) * V * K
-            Sa += load_rows(at_start, vs, ka, in_v, in_ka, K)
-            if K1 > 0:
-                Sb += load_rows(at_start, vs, kb, in_v, in_kb, K)
+            S = add_rows(S, at_start, vs, keys, in_v, in_keys, K, NK)
     if HAS_STATE and not (OUTPUT and SEGMENT_CHUNKS > 0):
         from_state = in_v & ((first == 0) if RECOMPUTE else (segment == 0) & (negligible == 0))
-        Sa += load_column_major(state + state_offset, vs, ka, from_state, in_ka, V)
-        if K1 > 0:
-            Sb += load_column_major(state + state_offset, vs, kb, from_state, in_kb, V)
+        S = add_column_major(S, state + state_offset, vs, keys, from_state, in_keys, V, NK)
     if ENDS:
         if is_map:
             # A negligible map is zero, not the identity: combine_kernel may apply it, because it sums the bounds in
             # another order.
-            Sa = tl.where((vs[:, None] == ka[None, :]) & (negligible == 0), 1.0, 0.0)
-            if K1 > 0:
-                Sb = tl.where((vs[:, None] == kb[None, :]) & (negligible == 0), 1.0, 0.0)
+            S = identity(vs, keys, negligible == 0, NK)
 
     for c in tl.range(first, last, num_stages=STAGES):
         in_time = i < length - c * C
@@ -162,25 +161,17 @@ def scan_kernel(
         key_offset = (row * H + h) * K
         value_offset = (row * HV + hv) * V
         chunk = tl.cast(slot + c, tl.int64) * HV + hv
-        k_a = load_rows(k + key_offset, i, ka, in_time, in_ka, H * K)
-        if K1 > 0:
-            k_b = load_rows(k + key_offset, i, kb, in_time, in_kb, H * K)
+        k_tiles = load_tiles(k + key_offset, i, keys, in_time, in_keys, H * K, NK)
         if OUTPUT:
-            q_a = load_rows(q + key_offset, i, ka, in_time, in_ka, H * K)
-            if K1 > 0:
-                q_b = load_rows(q + key_offset, i, kb, in_time, in_kb, H * K)
+            q_tiles = load_tiles(q + key_offset, i, keys, in_time, in_keys, H * K, NK)
         if OUTPUT and CHECKPOINT_CHUNKS > 0:
             if (c > 0) & (c % CHECKPOINT_CHUNKS == 0):
                 at = checkpoints + (tl.cast(checkpoint_offset + c // CHECKPOINT_CHUNKS, tl.int64) * HV + hv) * V * K
-                store_state(at, Sa, column, ka, in_ka, V, K, True)
-                if K1 > 0:
-                    store_state(at, Sb, column, kb, in_kb, V, K, True)
+                store_state_tiles(at, S, column, keys, in_keys, V, K, True, NK)
         if RECOMPUTE:
             scratch_slot = first_scratch_slot + c - window_first
             at = states + (tl.cast(scratch_slot, tl.int64) * HV + hv) * V * K
-            store_state(at, Sa, column, ka, in_ka, V, K, c >= segment_first)
-            if K1 > 0:
-                store_state(at, Sb, column, kb, in_kb, V, K, c >= segment_first)
+            store_state_tiles(at, S, column, keys, in_keys, V, K, c >= segment_first, NK)
 
         if DELTA:
             T_hi = tl.trans(load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 0))
@@ -190,29 +181,18 @@ def scan_kernel(
             P_T_lo = load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1) if P_TERMS == 2 else P_T_hi
         if DPLR:
             B_T = tl.trans(load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1))
-            v_key_a = load_rows(v_key + key_offset, i, ka, in_time, in_ka, H * K)
-            if K1 > 0:
-                v_key_b = load_rows(v_key + key_offset, i, kb, in_time, in_kb, H * K)
+            v_key_tiles = load_tiles(v_key + key_offset, i, keys, in_time, in_keys, H * K, NK)
             if OUTPUT:
                 R_T = load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 1)
         # u = w v - c S0^T e,  x = T u
-        S_a = Sa.to(dtype)
-        if K1 > 0:
-            S_b = Sb.to(dtype)
+        S_low = to_dtype(S, dtype, NK)
         if DELTA:
-            if ERASE_KEY:
-                e_a = load_rows(e + key_offset, i, ka, in_time, in_ka, H * K)
-                if K1 > 0:
-                    e_b = load_rows(e + key_offset, i, kb, in_time, in_kb, H * K)
-            else:
-                e_a = k_a
-                if K1 > 0:
-                    e_b = k_b
-            y = tl.dot(S_a, tl.trans(e_a), input_precision=PREC)
+            e_tiles = load_tiles(e + key_offset, i, keys, in_time, in_keys, H * K, NK) if ERASE_KEY else k_tiles
+            y = tl.dot(S_low[0], tl.trans(e_tiles[0]), input_precision=PREC)
             if TERMS == 2:
-                y = tl.dot((Sa - S_a.to(tl.float32)).to(dtype), tl.trans(e_a), y, input_precision=PREC)
-            if K1 > 0:
-                y = dot_split_lhs(Sb, tl.trans(e_b), y, dtype, TERMS, PREC)
+                y = tl.dot((S[0] - S_low[0].to(tl.float32)).to(dtype), tl.trans(e_tiles[0]), y, input_precision=PREC)
+            for t in tl.static_range(1, NK):
+                y = dot_split_lhs(S[t], tl.trans(e_tiles[t]), y, dtype, TERMS, PREC)
         # v is loaded after y is computed, because it occupies registers from here on.
         if TILED:
             # A TMA load arrives in shared memory in the layout of an MMA operand. A load through a pointer would not
@@ -249,18 +229,14 @@ def scan_kernel(
 
         if OUTPUT:
             # o = scale 2^G'' S0^T q + P x
-            out = tl.dot(S_a, tl.trans(q_a), input_precision=PREC)
-            if K1 > 0:
-                out = tl.dot(S_b, tl.trans(q_b), out, input_precision=PREC)
+            out = dot_transposed(S_low, q_tiles, PREC, NK)
             if DECAY == "none":
                 out *= scale
             elif DECAY != "channel":
                 G_read = G_before if READ_BEFORE else G
                 out *= (tl.exp2(G_read) * scale)[None, :]
             if not DELTA and DECAY != "channel":
-                P_T_hi = tl.dot(k_a, tl.trans(q_a), input_precision=PREC)
-                if K1 > 0:
-                    P_T_hi = tl.dot(k_b, tl.trans(q_b), P_T_hi, input_precision=PREC)
+                P_T_hi = dot_transposed(k_tiles, q_tiles, PREC, NK)
                 if DECAY != "none":
                     P_T_hi *= tl.exp2(tl.where(causal, G_read[None, :] - G[:, None], 0.0))
                 P_T_hi = tl.where(causal, P_T_hi * scale, 0.0).to(dtype)
@@ -275,32 +251,20 @@ def scan_kernel(
 
         # S' = 2^Gend S0 + (2^(Gend - G) k)^T x
         if DECAY == "channel":
-            Sa *= load_chunk_decay(gates, chunk, ka, in_ka, K, C)[None, :]
-            if K1 > 0:
-                Sb *= load_chunk_decay(gates, chunk, kb, in_kb, K, C)[None, :]
+            S = scaled_by_channel(S, gates, chunk, keys, in_keys, K, C, NK)
         elif DECAY != "none":
             x *= tl.exp2(G_end - G)[None, :]
-            Sa *= tl.exp2(G_end)
-            if K1 > 0:
-                Sb *= tl.exp2(G_end)
+            S = scaled(S, tl.exp2(G_end), NK)
         if DPLR:
-            Sa = tl.dot(v_T, v_key_a, Sa, input_precision=PREC)
-            if K1 > 0:
-                Sb = tl.dot(v_T, v_key_b, Sb, input_precision=PREC)
-        Sa = dot_split_lhs(x, k_a, Sa, dtype, TERMS, PREC)
-        if K1 > 0:
-            Sb = dot_split_lhs(x, k_b, Sb, dtype, TERMS, PREC)
+            S = add_dot(S, v_T, v_key_tiles, PREC, NK)
+        S = add_dot_split(S, x, k_tiles, dtype, TERMS, PREC, NK)
 
     if ENDS:
         rows = tl.where(is_map, vs + V, vs)
         in_rows = tl.where(is_map, vs < K, vs < V) & in_use
         at_end = ends + tl.cast(segment_index, tl.int64) * (V + K) * K
-        store_rows(at_end, Sa, rows, ka, in_rows, in_ka, K)
-        if K1 > 0:
-            store_rows(at_end, Sb, rows, kb, in_rows, in_kb, K)
+        store_tiles(at_end, S, rows, keys, in_rows, in_keys, K, NK)
     if OUTPUT:
         if SEGMENT_CHUNKS > 0:
             in_v = in_v & (segment == tl.maximum(chunks - 1, 0) // SEGMENT_CHUNKS)
-        store_column_major(final + state_offset, Sa, vs, ka, in_v, in_ka, V)
-        if K1 > 0:
-            store_column_major(final + state_offset, Sb, vs, kb, in_v, in_kb, V)
+        store_tiles_column_major(final + state_offset, S, vs, keys, in_v, in_keys, V, NK)
