@@ -54,7 +54,8 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "scan: the state does not decay between chunks", f"{PORTABLE}/scan.py",
-        "S = scaled(S, tl.exp2(G_end), NK)", "S = scaled(S, 1.0, NK)", "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
+        "S = scaled(S, tl.exp2(G_end), NK)", "S = scaled(S, 1.0, NK)",
+        "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
         "segments: the slots of two sequences overlap", f"{KERNELS}/layout.py",

@@ -71,20 +71,24 @@ FUSED = {"reverse": Launch(tile=64, kernel="fused")}
 ROUTES = {
     "one token more than a chunk": ({}, Shape("short", B=1, T=65, H=2, HV=2, K=128, V=128)),
     "grouped": ({}, Shape("grouped", B=2, T=330, H=1, HV=2, K=128, V=128)),
-    "segments": ({"segment_chunks": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64,
-    1045))), "windows": ({"checkpoint_chunks": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
+    "segments": (
+        {"segment_chunks": 16}, Shape("pack", B=1, T=1300, H=1, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045))
+    ),
+    "windows": ({"checkpoint_chunks": 4, "scratch": 0}, Shape("narrow", B=1, T=1100, H=2, HV=2, K=72, V=120)),
     "fused": (FUSED | {"checkpoint_chunks": 4}, Shape("heads", B=2, T=1100, H=2, HV=2, K=128, V=128)),
     "fused packs": (
-        FUSED | {"checkpoint_chunks": 8}, Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64,
-        1045))
+        FUSED | {"checkpoint_chunks": 8},
+        Shape("packs", B=1, T=1300, H=2, HV=2, K=104, V=72, lengths=(190, 0, 1, 64, 1045)),
     ),
     "few values": ({}, Shape("few", B=2, T=330, H=1, HV=2, K=104, V=40)),
     "few keys": ({}, Shape("few keys", B=2, T=330, H=1, HV=2, K=32, V=64)),
     "fewer keys": ({"checkpoint_chunks": 4}, Shape("fewer keys", B=2, T=500, H=2, HV=2, K=24, V=120)),
     "fused few values": (FUSED | {"checkpoint_chunks": 4}, Shape("few heads", B=2, T=1100, H=2, HV=2, K=128, V=64)),
     "three tiles of keys": ({}, Shape("more keys", B=2, T=330, H=1, HV=2, K=192, V=384)),
-    "four tiles of keys": ({"checkpoint_chunks": 4, "scratch": 0}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256,
-    V=64)), "segments of wide keys": (
+    "four tiles of keys": (
+        {"checkpoint_chunks": 4, "scratch": 0}, Shape("most keys", B=2, T=500, H=2, HV=2, K=256, V=64)
+    ),
+    "segments of wide keys": (
         {"segment_chunks": 16},
         Shape("wide pack", B=1, T=1300, H=1, HV=2, K=200, V=200, lengths=(190, 0, 1, 64, 1045)),
     ),
