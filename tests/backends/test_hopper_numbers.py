@@ -182,8 +182,8 @@ def test_programs_of_64_values(monkeypatch, spec, shape, launches):
     """24 SMs: in the pack the sequence of 230 tokens has them, the others have programs of 128 values."""
     monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
     monkeypatch.setattr(problem, "device_spec", lambda index: DeviceSpec("a Hopper GPU", "cuda", (9, 0), 24, 232448))
-    decisions, decide = [], plan._halved_from
-    monkeypatch.setattr(plan, "_halved_from", lambda *args: decisions.append(decide(*args)) or decisions[-1])
+    decisions, decide = [], plan._narrow_min_chunks
+    monkeypatch.setattr(plan, "_narrow_min_chunks", lambda *args: decisions.append(decide(*args)) or decisions[-1])
     dtype = torch.bfloat16 if "gradients" in launches else torch.float16
     for late in (False, True):  # the plan of the second run is cached
         monkeypatch.setattr(Timing, "late", late)
@@ -338,8 +338,13 @@ DPLR_CASES = [
 @pytest.mark.parametrize(("shape", "read", "regime"), DPLR_CASES)
 def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
     # in float16: the interpreter of the portable kernels has no bfloat16; 2^12 is in the range of float16
-    gradients = plan.KERNELS["gradients"]
-    monkeypatch.setitem(gradients, "hopper", gradients["hopper"]._replace(pair_dtypes=(torch.float16,)))
+    gradients = [
+        kernel._replace(support=kernel.support._replace(dtypes=(torch.float16,)))
+        if kernel.name == "hopper_dplr_gradients_kernel"
+        else kernel
+        for kernel in plan.KERNELS["gradients"]
+    ]
+    monkeypatch.setitem(plan.KERNELS, "gradients", gradients)
     for name in "dplr_prepare", "dplr_gradients":
         monkeypatch.setattr(sys.modules[f"{PACKAGE}.sm90.{name}"], "WEAK", 12.0, raising=False)
     drawn = regime in ("weak", "mixed")
