@@ -33,22 +33,22 @@ from deltazoo.backends.triton.replay import replayed
 from deltazoo.backends.triton.saved import Saved
 
 
-def chunk_scan(x: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
+def chunk_scan(operands: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
     """Run the chunked kernels; differentiable once. Returns o [B, T, HV, V] and the final state [N, HV, K, V]."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         transformed = torch.compiler.is_compiling() or functorch_is_active()
-        out = _ChunkScan.apply(*x, *kind) if transformed else _EagerScan.apply(*x, kind)
+        out = _ChunkScan.apply(*operands, *kind) if transformed else _EagerScan.apply(*operands, kind)
     else:
-        out = _scan_op(*x, *kind, False)
+        out = _scan_op(*operands, *kind, False)
     return out[0], out[1]
 
 
-def begin_scan(x: ScanOperands, kind: ScanKind) -> None:
+def begin_scan(operands: ScanOperands, kind: ScanKind) -> None:
     """Start to compile the kernels of the forward and the backward in threads."""
-    forward = flatten(ScanCall(x, kind, True))
+    forward = flatten(ScanCall(operands, kind, True))
     begin(_scan_impl, forward)
     o, final, saved = _scan_fake(*forward)
-    begin(_backward_impl, flatten(BackwardCall(x, saved, o, final, kind)))
+    begin(_backward_impl, flatten(BackwardCall(operands, saved, o, final, kind)))
 
 
 @replayed
@@ -56,10 +56,10 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.forward import forward
     from deltazoo.backends.triton.resolve import resolve
 
-    x, kind, save = unflatten(ScanCall, arguments)
-    plan = resolve(x, kind, save)
-    with torch.cuda.device_of(x.q):
-        return forward(x, kind, plan)
+    operands, kind, save = unflatten(ScanCall, arguments)
+    plan = resolve(operands, kind, save)
+    with torch.cuda.device_of(operands.q):
+        return forward(operands, kind, plan)
 
 
 @replayed
@@ -67,19 +67,20 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.backward import backward
     from deltazoo.backends.triton.resolve import resolve
 
-    x, saved, d_o, d_final, kind = unflatten(BackwardCall, arguments)
-    plan = resolve(x, kind, True)
-    with torch.cuda.device_of(x.q):
+    operands, saved, d_o, d_final, kind = unflatten(BackwardCall, arguments)
+    plan = resolve(operands, kind, True)
+    with torch.cuda.device_of(operands.q):
         views = Saved.of(saved, plan.problem, plan.config.chunk, plan.checkpoint_chunks)
-        return backward(x, kind, views, d_o, d_final, plan).present()
+        return backward(operands, kind, views, d_o, d_final, plan).present()
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    x, kind, save = unflatten(ScanCall, arguments)
-    p = problem_of(x, kind)
-    saved = Saved.empty(x.q, p, *_saved_steps(kind.config, p)) if save else x.q.new_empty(0, dtype=p.saved_dtype)
-    final = x.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
-    return torch.empty_like(x.v, memory_format=torch.contiguous_format), final, saved
+    operands, kind, save = unflatten(ScanCall, arguments)
+    p = problem_of(operands, kind)
+    steps = _saved_steps(kind.config, p)
+    saved = Saved.empty(operands.q, p, *steps) if save else operands.q.new_empty(0, dtype=p.saved_dtype)
+    final = operands.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
+    return torch.empty_like(operands.v, memory_format=torch.contiguous_format), final, saved
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
@@ -116,13 +117,13 @@ class _ChunkScan(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, kind, _ = unflatten(ScanCall, (*inputs, True))
+        operands, kind, _ = unflatten(ScanCall, (*inputs, True))
         o, _, saved = output
         ctx.kind = kind
         ctx.mark_non_differentiable(saved)
         ctx.set_materialize_grads(False)
         ctx.o_shape = o.shape
-        ctx.save_for_backward(*x, saved)
+        ctx.save_for_backward(*operands, saved)
 
     @staticmethod
     @differentiable_once
@@ -135,12 +136,12 @@ class _EagerScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *x, kind = arguments
-        o, final, saved = _scan_op(*x, *kind, True)
+        *operands, kind = arguments
+        o, final, saved = _scan_op(*operands, *kind, True)
         ctx.kind = kind
         ctx.set_materialize_grads(False)
         ctx.o_shape = o.shape
-        ctx.save_for_backward(*x, saved)
+        ctx.save_for_backward(*operands, saved)
         return o, final
 
     @staticmethod
@@ -152,10 +153,10 @@ class _EagerScan(torch.autograd.Function):
 def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Tensor | None]:
     """The gradients of the operands; None for those that need none."""
     flat = ctx.saved_tensors
-    x, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
-    d_o = x.v.new_zeros(ctx.o_shape) if d_o is None else d_o
+    operands, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
+    d_o = operands.v.new_zeros(ctx.o_shape) if d_o is None else d_o
     present = iter(_backward_op(*flat, d_o, d_final, *kind))
-    grads: list[Tensor | None] = [next(present) if exists else None for exists in gradients_of(x, kind).values()]
+    grads: list[Tensor | None] = [next(present) if exists else None for exists in gradients_of(operands, kind).values()]
     grads.append(None)  # of cu_seqlens
     return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
 

@@ -1,6 +1,9 @@
 """The launches of a plan are those that run: for the same update, one to one and in order."""
 
+import ast
+import inspect
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +16,12 @@ from deltazoo.backends.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.shapes import Shape
 from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend, launcher
 from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.arguments import Tensors
 from deltazoo.backends.triton.element.show import element_plans
+from deltazoo.backends.triton.execute import load
 from deltazoo.backends.triton.limits import limits_of
 from deltazoo.backends.triton.plan import Plan
+from deltazoo.backends.triton.registry import COMBINE, GATE_GRADIENTS, KERNELS, SUM_GROUPS
 from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.show import plan_for
 
@@ -36,6 +42,9 @@ SIZES = (
     Shape("one token", B=3, T=1, H=2, HV=4, K=64, V=64),
     Shape("no token", B=2, T=0, H=1, HV=2, K=64, V=64),
 )
+NUMBERS = {
+    "scale", "T", "N", "slots", "num_scratch_slots", "window", "windows", "num_segments", "narrow_tile_min_chunks",
+}  # fmt: skip
 WINDOWS = LaunchConfig(checkpoint_chunks=2, scratch=2**20)
 SETTINGS = list(itertools.product(DEVICES, (None, WINDOWS), ("forward", "with gradients")))
 CASES = pairwise_with(SETTINGS, SIZES, (torch.bfloat16, torch.float16, torch.float32))
@@ -137,3 +146,29 @@ def test_the_interpreter_runs_the_planned_launches(spec, shape, config):
     inputs = inputs._replace(q=inputs.q.requires_grad_())
     meta = UpdateMeta.of(inputs)
     assert tuple(run(spec, inputs, triton)) == launches_of(spec, meta, shape, INTERPRETER, triton)
+
+
+def test_parameters_of_kernels_are_tensors_then_numbers_then_traits():
+    """`launcher` passes the arguments in this order; every name is one that the launch code gives."""
+    kernels = {kernel.name: kernel for phase in KERNELS.values() for kernel in phase if "decode" not in kernel.module}
+    kernels |= {kernel.name: kernel for kernel in (COMBINE, SUM_GROUPS, GATE_GRADIENTS)}
+    for kernel in kernels.values():
+        parameters = inspect.signature(load(kernel).fn).parameters
+        traits = [name for name, parameter in parameters.items() if parameter.annotation is not inspect.Parameter.empty]
+        tensors = [name for name in parameters if name in Tensors._fields]
+        numbers = [name for name in parameters if name not in tensors and name not in traits]
+        assert [*parameters] == [*tensors, *numbers, *traits], kernel.name
+        assert {*numbers} <= NUMBERS, kernel.name
+
+
+def test_launches_have_few_positional_arguments_and_functions_few_parameters():
+    package = Path(launcher.__file__).parent
+    for path in package.rglob("*.py"):
+        if "kernels" in path.relative_to(package).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("launcher", "execute"):
+                assert len(node.args) <= 4, (path.name, node.lineno)
+            if isinstance(node, ast.FunctionDef):
+                names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
+                assert len([name for name in names if name not in ("self", "cls")]) <= 8, (path.name, node.name)
