@@ -260,6 +260,10 @@ def broken(key=None, **change):
             broken({"kernel": "reverse", "segments": True}, launch={"tile": 64, "kernel": "fused"}),
             "launch.kernel must not be 'fused' with segments",
         ),
+        (
+            broken().replace('"version": 3', '"version": 2'),
+            "t.json is a launch table of version 2, and this deltazoo reads version 3: remove the file",
+        ),
         (None, r"t.json cannot be read: No such file or directory$"),
     ],
 )
