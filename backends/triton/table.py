@@ -359,8 +359,8 @@ def _parse_table(text: str, name: str) -> Table:
         found, read = int(match[1]), Table.model_fields["version"].default
         if found < read:
             raise ConfigError(
-                f"{name} is a launch table of version {found}, and this deltazoo reads version {read}: remove the file, and "
-                "measure again with `deltazoo tune`"
+                f"{name} is a launch table of version {found}, and this deltazoo reads version {read}: remove the "
+                "file, and measure again with `deltazoo tune`"
             )
     try:
         return Table.model_validate_json(text)
