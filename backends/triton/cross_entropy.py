@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import power_of_two
 
 BLOCK = 4096  # columns that a program loads together; 16 per thread

@@ -11,7 +11,7 @@ from deltazoo.backends.triton.kernels.decode.step import commit_kernel, decode_k
 from deltazoo.backends.triton.kernels.decode.token import TokenTraits
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.operands import StepKind, StepOperands
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 # Drafted tokens occupy registers, so that the wide tiles of a step leave too few programs per SM. H200, 4 tokens,

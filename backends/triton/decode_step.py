@@ -17,8 +17,8 @@ from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.precompile import begin, compiled_ahead, device_of
 from deltazoo.backends.triton.problem import Problem, device_spec
-from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.short_conv import too_many_taps
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.table import launch_config
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 

@@ -7,7 +7,7 @@ from typing import Any
 from deltazoo.backends.triton.arguments import Tensors, arguments, descriptor
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.plan import KernelLaunch, Plan
-from deltazoo.backends.triton.registry import Kernel
+from deltazoo.backends.triton.support import Kernel
 
 
 def execute(launches: Sequence[KernelLaunch], plan: Plan, scale: float, tensors: Tensors) -> None:

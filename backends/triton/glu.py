@@ -11,7 +11,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.precompile import compiled_ahead
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv
 
 ROWS, COLUMNS, WARPS = 4, 512, 4  # of a program

@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import precompile
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.watch import RunRecord, is_watched, record_run
 
 CACHED_LAUNCH = True

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.precompile import compiled_ahead
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_WIDTH = 16384

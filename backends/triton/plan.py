@@ -24,12 +24,9 @@ from deltazoo.backends.triton.registry import (
     SEGMENT_MAPS,
     SUM_GROUPS,
     TAIL,
-    Kernel,
-    Options,
-    Span,
-    Tiles,
     choose,
 )
+from deltazoo.backends.triton.support import Kernel, Options, Span, Tiles
 from deltazoo.backends.triton.tiles import cdiv
 
 Step = Literal[

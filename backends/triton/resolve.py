@@ -8,7 +8,8 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands, StepKind, 
 from deltazoo.backends.triton.plan import KernelLaunch, Plan
 from deltazoo.backends.triton.precompile import device_of
 from deltazoo.backends.triton.problem import Decay, Problem
-from deltazoo.backends.triton.registry import CHUNK, KERNELS, Span
+from deltazoo.backends.triton.registry import CHUNK, KERNELS
+from deltazoo.backends.triton.support import Span
 
 
 def resolve(x: ScanOperands, kind: ScanKind, grad: bool) -> Plan:

@@ -17,7 +17,7 @@ from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, diffe
 from deltazoo.backends.triton.operands import ready, with_token_stride
 from deltazoo.backends.triton.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.problem import device_spec
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 from deltazoo.backends.varlen import valid_sequence_index
 

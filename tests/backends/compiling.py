@@ -13,8 +13,8 @@ from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.plan import Plan, make_plan
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.registry import Options
 from deltazoo.backends.triton.saved import Saved
+from deltazoo.backends.triton.support import Options
 
 _OPTIONS = Options()
 FLOATS = ("scale", "z_loss", "cap")  # other scalar arguments are int32

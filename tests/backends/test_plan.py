@@ -21,20 +21,9 @@ from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of
 from deltazoo.backends.triton.plan import make_plan
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.registry import (
-    GATE_GRADIENTS,
-    KERNELS,
-    PHASES,
-    SUM_GROUPS,
-    TAIL,
-    Kernel,
-    Support,
-    fixed_options,
-    fixed_tiles,
-    per_segment,
-    saves_16_bits,
-)
+from deltazoo.backends.triton.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL, saves_16_bits
 from deltazoo.backends.triton.show import problem_for
+from deltazoo.backends.triton.support import Kernel, Support, fixed_options, fixed_tiles, per_segment
 from deltazoo.mixers import Comba, PreconditionedDeltaNet
 
 pytest.importorskip("triton", reason="the kernels need the package triton")

@@ -21,7 +21,7 @@ from deltazoo.backends.triton.kernels.element.tile import ElementTraits
 from deltazoo.backends.triton.kernels.portable.zero_tail import zero_tail_kernel
 from deltazoo.backends.triton.launcher import launcher
 from deltazoo.backends.triton.precompile import device_of
-from deltazoo.backends.triton.registry import Options
+from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 _STEP_ELEMENTS = 2048  # elements of the state that a program of the decode step updates
