@@ -129,37 +129,34 @@ _SM90_DPLR = _SM90._replace(transitions=("dplr",), decays=("channel",), keys=(64
 _SCALAR = Support(transitions=("additive", "delta"), decays=SCALAR_DECAYS)
 _CHANNEL = Support(transitions=("additive", "delta"), decays=("channel",))
 _DPLR = Support(transitions=("dplr",), decays=("channel",))
-_PAIR = fixed_tiles(values=128, narrow=64)
+_NARROWED_TILES = fixed_tiles(values=128, narrow=64)
 
 _GATES = Kernel(
-    "gates_kernel", f"{_PORTABLE}.prepare", "prepare", "portable", _SCALAR._replace(transitions=("additive",)),
-    per_chunk_and_heads, lambda problem, launch: Tiles(heads=min(power_of_two(problem.HV), 16)), fixed_options(),
+    "gates_kernel", f"{_PORTABLE}.prepare", "prepare", "portable",
+    support=_SCALAR._replace(transitions=("additive",)), programs=per_chunk_and_heads,
+    tiles=lambda problem, launch: Tiles(heads=min(power_of_two(problem.HV), 16)), options=fixed_options(),
 )  # fmt: skip
 _DPLR_PREPARE = Kernel(
-    "dplr_prepare_kernel", f"{_PORTABLE}.channel.dplr_prepare", "prepare", "portable", _DPLR, per_chunk_and_heads,
-    _prepare_tiles, _most_registers,
+    "dplr_prepare_kernel", f"{_PORTABLE}.channel.dplr_prepare", "prepare", "portable",
+    support=_DPLR, programs=per_chunk_and_heads, tiles=_prepare_tiles, options=_most_registers,
 )  # fmt: skip
 _DPLR_GRADIENTS = Kernel(
-    "dplr_gradients_kernel", f"{_PORTABLE}.channel.dplr_gradients", "gradients", "portable", _DPLR,
-    per_chunk_and_key_tile, _gradients_tiles, _most_registers,
+    "dplr_gradients_kernel", f"{_PORTABLE}.channel.dplr_gradients", "gradients", "portable",
+    support=_DPLR, programs=per_chunk_and_key_tile, tiles=_gradients_tiles, options=_most_registers,
 )  # fmt: skip
 _SCAN = Kernel(
-    "scan_kernel", f"{_PORTABLE}.scan", "scan", "portable", Support(), per_segment, _scan_tiles, _most_registers
-)
+    "scan_kernel", f"{_PORTABLE}.scan", "scan", "portable",
+    support=Support(), programs=per_segment, tiles=_scan_tiles, options=_most_registers,
+)  # fmt: skip
 _SM90_SCAN_KERNEL = Kernel(
-    "hopper_scan_kernel", f"{_GLUON}.scan", "scan", "sm90", _SM90_SCAN, per_segment, _PAIR,
-    fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
+    "hopper_scan_kernel", f"{_GLUON}.scan", "scan", "sm90",
+    support=_SM90_SCAN, programs=per_segment, tiles=_NARROWED_TILES,
+    options=fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
 )  # fmt: skip
 _REVERSE = Kernel(
-    "reverse_kernel",
-    f"{_PORTABLE}.reverse",
-    "reverse",
-    "portable",
-    Support(),
-    per_segment,
-    _scan_tiles,
-    _most_registers,
-)
+    "reverse_kernel", f"{_PORTABLE}.reverse", "reverse", "portable",
+    support=Support(), programs=per_segment, tiles=_scan_tiles, options=_most_registers,
+)  # fmt: skip
 
 # The versions of each phase, in the order of preference.
 KERNELS: dict[str, list[Kernel]] = {
@@ -167,25 +164,28 @@ KERNELS: dict[str, list[Kernel]] = {
         _GATES._replace(version="sm90", support=_SM90._replace(transitions=("additive",), decays=SCALAR_DECAYS)),
         Kernel(
             "hopper_prepare_kernel", f"{_GLUON}.prepare", "prepare", "sm90",
-            _SM90._replace(transitions=("delta",), decays=SCALAR_DECAYS), per_chunk_and_key_head, fixed_tiles(),
-            _sm90_prepare_options,
+            support=_SM90._replace(transitions=("delta",), decays=SCALAR_DECAYS), programs=per_chunk_and_key_head,
+            tiles=fixed_tiles(), options=_sm90_prepare_options,
         ),
         Kernel(
             "hopper_channel_prepare_kernel", f"{_GLUON}.channel_prepare", "prepare", "sm90",
-            _SM90._replace(decays=("channel",)), per_chunk_and_heads, fixed_tiles(), _sm90_channel_prepare_options,
+            support=_SM90._replace(decays=("channel",)), programs=per_chunk_and_heads, tiles=fixed_tiles(),
+            options=_sm90_channel_prepare_options,
         ),
         Kernel(
-            "hopper_dplr_prepare_kernel", f"{_GLUON}.dplr_prepare", "prepare", "sm90", _SM90_DPLR, per_chunk_and_heads,
-            fixed_tiles(), fixed_options(), marked=_DPLR_PREPARE._replace(tiles=_marked_prepare_tiles),
+            "hopper_dplr_prepare_kernel", f"{_GLUON}.dplr_prepare", "prepare", "sm90",
+            support=_SM90_DPLR, programs=per_chunk_and_heads, tiles=fixed_tiles(), options=fixed_options(),
+            marked=_DPLR_PREPARE._replace(tiles=_marked_prepare_tiles),
         ),
         _GATES,
         Kernel(
-            "prepare_kernel", f"{_PORTABLE}.prepare", "prepare", "portable", _SCALAR._replace(transitions=("delta",)),
-            per_chunk_and_key_head, _prepare_tiles, _prepare_options,
+            "prepare_kernel", f"{_PORTABLE}.prepare", "prepare", "portable",
+            support=_SCALAR._replace(transitions=("delta",)), programs=per_chunk_and_key_head, tiles=_prepare_tiles,
+            options=_prepare_options,
         ),
         Kernel(
-            "channel_prepare_kernel", f"{_PORTABLE}.channel.prepare", "prepare", "portable", _CHANNEL,
-            per_chunk_and_heads, _prepare_tiles, _most_registers,
+            "channel_prepare_kernel", f"{_PORTABLE}.channel.prepare", "prepare", "portable",
+            support=_CHANNEL, programs=per_chunk_and_heads, tiles=_prepare_tiles, options=_most_registers,
         ),
         _DPLR_PREPARE,
     ],
@@ -195,62 +195,65 @@ KERNELS: dict[str, list[Kernel]] = {
         # one program per sequence and head, 128 values, and no other program adds to its key gradients
         Kernel(
             "hopper_fused_backward_kernel", f"{_GLUON}.fused_backward", "reverse", "fused",
-            _SM90_SWEEP._replace(values=range(33, 129), grouped=False), per_sequence, fixed_tiles(128, 64),
-            fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("recompute", "gradients"),
-        ),
-        Kernel(  # of the widths of `sweeps`
-            "hopper_backward_sweep_kernel", f"{_GLUON}.sweep", "reverse", "sm90",
-            _SM90_SWEEP._replace(values=(*range(33, 129), 256, 384, 512)), per_segment, fixed_tiles(128, 64),
-            fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("gradients",),
+            support=_SM90_SWEEP._replace(values=range(33, 129), grouped=False), programs=per_sequence,
+            tiles=fixed_tiles(128, 64), options=fixed_options(8, _WARP_SPECIALIZED_REGISTERS),
+            replaces=("recompute", "gradients"),
         ),
         Kernel(
-            "hopper_reverse_kernel", f"{_GLUON}.reverse", "reverse", "sm90", _SM90_SCAN, per_segment, _PAIR,
-            fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
+            "hopper_backward_sweep_kernel", f"{_GLUON}.sweep", "reverse", "sm90",
+            support=_SM90_SWEEP._replace(values=(*range(33, 129), 256, 384, 512)), programs=per_segment,
+            tiles=fixed_tiles(128, 64), options=fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("gradients",),
+        ),
+        Kernel(
+            "hopper_reverse_kernel", f"{_GLUON}.reverse", "reverse", "sm90",
+            support=_SM90_SCAN, programs=per_segment, tiles=_NARROWED_TILES,
+            options=fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
         ),
         _REVERSE,
     ],
     "gradients": [
         Kernel(
             "hopper_gradients_kernel", f"{_GLUON}.gradients", "gradients", "sm90",
-            _SM90._replace(decays=SCALAR_DECAYS, values=range(1, 513)), per_chunk_and_key_tile, fixed_tiles(0, 64),
-            fixed_options(),
+            support=_SM90._replace(decays=SCALAR_DECAYS, values=range(1, 513)), programs=per_chunk_and_key_tile,
+            tiles=fixed_tiles(0, 64), options=fixed_options(),
         ),
         Kernel(
             "hopper_channel_gradients_kernel", f"{_GLUON}.channel_gradients", "gradients", "sm90",
-            _SM90._replace(transitions=("delta",), decays=("channel",), values=range(1, 513)), per_chunk_and_key_tile,
-            fixed_tiles(0, 64), fixed_options(), takes_rows=True,
+            support=_SM90._replace(transitions=("delta",), decays=("channel",), values=range(1, 513)),
+            programs=per_chunk_and_key_tile, tiles=fixed_tiles(0, 64), options=fixed_options(), takes_rows=True,
         ),
         Kernel(
             "hopper_additive_gradients_kernel", f"{_GLUON}.additive_gradients", "gradients", "sm90",
-            _SM90._replace(transitions=("additive",), decays=("channel",), values=range(1, 513)),
-            per_chunk_and_key_tile, fixed_tiles(0, 64), fixed_options(), takes_rows=True,
+            support=_SM90._replace(transitions=("additive",), decays=("channel",), values=range(1, 513)),
+            programs=per_chunk_and_key_tile, tiles=fixed_tiles(0, 64), options=fixed_options(), takes_rows=True,
         ),
         Kernel(
             "hopper_dplr_gradients_kernel", f"{_GLUON}.dplr_gradients", "gradients", "sm90",
-            _SM90_DPLR._replace(dtypes=(torch.bfloat16,)),  # factors of up to 2^60 exceed the range of float16
-            per_chunk_and_key_tile, fixed_tiles(0, 64), _sm90_dplr_gradients_options,
+            # factors of up to 2^60 exceed the range of float16
+            support=_SM90_DPLR._replace(dtypes=(torch.bfloat16,)), programs=per_chunk_and_key_tile,
+            tiles=fixed_tiles(0, 64), options=_sm90_dplr_gradients_options,
             marked=_DPLR_GRADIENTS._replace(tiles=_marked_gradients_tiles),
         ),
         Kernel(
-            "gradients_kernel", f"{_PORTABLE}.gradients", "gradients", "portable", _SCALAR, per_chunk_and_key_tile,
-            _gradients_tiles, _gradients_options,
+            "gradients_kernel", f"{_PORTABLE}.gradients", "gradients", "portable",
+            support=_SCALAR, programs=per_chunk_and_key_tile, tiles=_gradients_tiles, options=_gradients_options,
         ),
         Kernel(
-            "channel_gradients_kernel", f"{_PORTABLE}.channel.gradients", "gradients", "portable", _CHANNEL,
-            per_chunk_and_key_tile, _gradients_tiles, _most_registers,
+            "channel_gradients_kernel", f"{_PORTABLE}.channel.gradients", "gradients", "portable",
+            support=_CHANNEL, programs=per_chunk_and_key_tile, tiles=_gradients_tiles, options=_most_registers,
         ),
         _DPLR_GRADIENTS,
     ],
     "decode": [
         Kernel(
-            "decode_kernel", f"{_PACKAGE}.decode.step", "decode", "portable", Support(), per_sequence_and_value_tile,
-            _decode_tiles, _decode_options,
+            "decode_kernel", f"{_PACKAGE}.decode.step", "decode", "portable",
+            support=Support(), programs=per_sequence_and_value_tile, tiles=_decode_tiles, options=_decode_options,
         )
     ],
     "fused_step": [
         Kernel(
-            "fused_step_kernel", f"{_PACKAGE}.decode.fused_step", "fused_step", "portable", Support(), per_sequence,
-            _decode_tiles, _decode_options,
+            "fused_step_kernel", f"{_PACKAGE}.decode.fused_step", "fused_step", "portable",
+            support=Support(), programs=per_sequence, tiles=_decode_tiles, options=_decode_options,
         )
     ],
 }  # fmt: skip
@@ -262,20 +265,21 @@ SEGMENT_ENDS = _SCAN._replace(programs=per_segment_with_map)
 SEGMENT_MAPS = _SCAN._replace(programs=per_segment_of_map)
 SEGMENT_GRADIENTS = _REVERSE
 COMBINE = Kernel(
-    "combine_kernel", f"{_PORTABLE}.combine", "combine", "portable", Support(), per_sequence_and_value_tile,
-    lambda problem, launch: Tiles(values=value_tile(64, problem.V)), fixed_options(),
+    "combine_kernel", f"{_PORTABLE}.combine", "combine", "portable",
+    support=Support(), programs=per_sequence_and_value_tile,
+    tiles=lambda problem, launch: Tiles(values=value_tile(64, problem.V)), options=fixed_options(),
 )  # fmt: skip
 SUM_GROUPS = Kernel(
-    "sum_groups_kernel", f"{_PORTABLE}.gradients", "group sums", "portable", Support(), per_chunk_and_key_head,
-    fixed_tiles(keys=128), fixed_options(warps=8),
+    "sum_groups_kernel", f"{_PORTABLE}.gradients", "group sums", "portable",
+    support=Support(), programs=per_chunk_and_key_head, tiles=fixed_tiles(keys=128), options=fixed_options(warps=8),
 )  # fmt: skip
 GATE_GRADIENTS = Kernel(
-    "gate_gradients_kernel", f"{_PORTABLE}.gradients", "gate gradients", "portable", Support(), per_chunk_and_heads,
-    fixed_tiles(), fixed_options(warps=1),
+    "gate_gradients_kernel", f"{_PORTABLE}.gradients", "gate gradients", "portable",
+    support=Support(), programs=per_chunk_and_heads, tiles=fixed_tiles(), options=fixed_options(warps=1),
 )  # fmt: skip
 TAIL = Kernel(
-    "zero_tail_kernel", f"{_PORTABLE}.zero_tail", "tail", "portable", Support(), lambda problem, span, tiles: 64,
-    fixed_tiles(), fixed_options(),
+    "zero_tail_kernel", f"{_PORTABLE}.zero_tail", "tail", "portable",
+    support=Support(), programs=lambda problem, span, tiles: 64, tiles=fixed_tiles(), options=fixed_options(),
 )  # fmt: skip
 
 

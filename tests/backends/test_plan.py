@@ -274,8 +274,9 @@ def test_a_kernel_of_a_new_architecture_is_a_file_and_an_entry(monkeypatch, tmp_
     (tmp_path / "scan_of_sm999.py").write_text(NEW_SCAN)
     monkeypatch.syspath_prepend(tmp_path)
     entry = Kernel(
-        "sm999_scan_kernel", "scan_of_sm999", "scan", "sm999", Support(frozenset({"sm999"}), values=range(1, 257)),
-        per_segment, fixed_tiles(values=32), fixed_options(warps=2),
+        "sm999_scan_kernel", "scan_of_sm999", "scan", "sm999",
+        support=Support(frozenset({"sm999"}), values=range(1, 257)), programs=per_segment,
+        tiles=fixed_tiles(values=32), options=fixed_options(warps=2),
     )  # fmt: skip
     monkeypatch.setitem(KERNELS, "scan", [entry, *KERNELS["scan"]])
     new = H200._replace(name="NVIDIA X", capability=(99, 9))
