@@ -239,7 +239,7 @@ _INPUTS = (
     "Tensor? gate"
 )
 _OPTIONS = (
-    "int heads, bool[] silu, bool[] l2_norm, bool delta, bool erase_early, bool read_early, bool scale_v_by_dt, "
+    "int heads, bool[] silu, bool[] l2_norm, bool delta, str erase_from, str read, bool scale_v_by_dt, "
     "bool gate_before_norm, str reparam, str norm, str activation, float scale, float erase_factor, "
     "float write_factor, float beta_max, float eps, float? decay_bound"
 )

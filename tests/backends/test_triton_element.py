@@ -180,7 +180,7 @@ def test_decode_with_a_slot_outside_the_pool_accesses_no_state():
 def test_operators_pass_opcheck():
     x = draw(Case(SPECS["rate, after"], SHAPES["shared keys"]), DEVICE)
     operands = (x.q, x.k, x.v, None, x.step, x.rate, x.state, None)
-    kind = (False, 1.0, CONFIGS["one segment"].model_dump_json())
+    kind = ("after", 1.0, CONFIGS["one segment"].model_dump_json())
     tests = ("test_schema", "test_faketensor")
     for save in (False, True):
         torch.library.opcheck(
@@ -191,7 +191,7 @@ def test_operators_pass_opcheck():
     for key_gradients in (False, True):
         arguments = (*operands, checkpoints, torch.randn_like(o), torch.randn_like(state), *kind, key_gradients)
         torch.library.opcheck(backward, arguments, test_utils=tests)
-    token = (x.q[:, :1], x.k[:, :1], x.v[:, :1], None, x.step[:, :1], x.rate, x.state.clone(), None, False, 1.0)
+    token = (x.q[:, :1], x.k[:, :1], x.v[:, :1], None, x.step[:, :1], x.rate, x.state.clone(), None, "after", 1.0)
     torch.library.opcheck(torch.ops.deltazoo.triton_element_step_.default, token, test_utils=tests)
 
 

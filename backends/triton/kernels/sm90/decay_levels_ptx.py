@@ -50,13 +50,13 @@ def products_asm(s, x, n):
 
 
 @gluon.constexpr_function
-def level_products_asm(delta, own, erase_early, read_early):
+def level_products_asm(delta, own, erase_previous, read_before):
     """Outputs: k suf_16, q pre_16, with an erase term e pre_16, the sums over 16 tokens, and the blocks A and P.
 
     Inputs: a, k, q, e if own, the blocks.
     """
     upper = ["q", "e"] if delta else ["q"]
-    early = {"q": read_early, "e": erase_early}
+    early = {"q": read_before, "e": erase_previous}
     inputs = ["a", "k", "q", *(["e"] if own else []), "d"]
     outputs = ["K", *(x.upper() for x in upper), "sum", "d"]
     text = "{\n.reg .b32 lane, g, j, bit, zero, " + ", ".join(f"{x}<16>" for x in "akqdfKQE") + ";\n"
