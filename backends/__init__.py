@@ -7,11 +7,12 @@ from deltazoo import by_name, lazy_exports
 
 _MODULES = by_name(
     {
-        "deltazoo.backends": ["conformance", "lowering"],
-        "deltazoo.backends.base": ["Backend", "state_dtype"],
+        "deltazoo.backends": ["conformance"],
+        "deltazoo.backends.update": ["lowering"],
+        "deltazoo.backends.update.base": ["Backend", "state_dtype"],
         "deltazoo.backends.compile": ["CompileBackend"],
-        "deltazoo.backends.devices": ["DeviceSpec"],
-        "deltazoo.backends.errors": [
+        "deltazoo.backends.torch_ext.devices": ["DeviceSpec"],
+        "deltazoo.backends.io.errors": [
             "ConfigError",
             "ConfigWarning",
             "DeltazooError",
@@ -28,8 +29,8 @@ _MODULES = by_name(
             "UnsupportedError",
             "ValueRangeError",
         ],
-        "deltazoo.backends.progress": ["Progress", "silent"],
-        "deltazoo.backends.reference": ["ReferenceBackend"],
+        "deltazoo.backends.io.progress": ["Progress", "silent"],
+        "deltazoo.backends.update.reference": ["ReferenceBackend"],
         "deltazoo.backends.triton": ["TritonBackend"],
     }
 )

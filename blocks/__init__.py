@@ -7,23 +7,23 @@ from deltazoo import by_name, lazy_exports
 
 _MODULES = by_name(
     {
-        "deltazoo.backends.progress": ["Progress", "silent"],
-        "deltazoo.blocks.compilation": ["compile_layers"],
-        "deltazoo.blocks.evaluation": ["Evaluation"],
+        "deltazoo.backends.io.progress": ["Progress", "silent"],
+        "deltazoo.blocks.model.compilation": ["compile_layers"],
+        "deltazoo.blocks.training.evaluation": ["Evaluation"],
         "deltazoo.blocks.generation.completion": ["Completion", "Sampling"],
         "deltazoo.blocks.generation.generate": ["Decoder", "generate_tokens", "stream"],
         "deltazoo.blocks.inspect.describe": ["Description", "LayerRow"],
-        "deltazoo.blocks.layer": ["Layer", "LayerOutput", "LayerSpec"],
-        "deltazoo.blocks.losses": ["Losses"],
-        "deltazoo.blocks.mlp": ["Dense"],
-        "deltazoo.blocks.moe": ["MoE"],
-        "deltazoo.blocks.spec": ["StackSpec", "preset"],
-        "deltazoo.blocks.stack": ["LanguageModel"],
+        "deltazoo.blocks.model.layer": ["Layer", "LayerOutput", "LayerSpec"],
+        "deltazoo.blocks.model.losses": ["Losses"],
+        "deltazoo.blocks.model.mlp": ["Dense"],
+        "deltazoo.blocks.model.moe": ["MoE"],
+        "deltazoo.blocks.spec.stack_spec": ["StackSpec", "preset"],
+        "deltazoo.blocks.model.stack": ["LanguageModel"],
         "deltazoo.mixers.core.patterns": ["At", "Spread"],
         "deltazoo.blocks.training.objective": ["Objective"],
         "deltazoo.blocks.training.config": ["TrainConfig"],
         "deltazoo.blocks.training.records": ["Point", "Training"],
-        "deltazoo.blocks.training.text": ["Text", "load_text"],
+        "deltazoo.blocks.data.text": ["Text", "load_text"],
     }
 )
 __getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

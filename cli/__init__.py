@@ -8,8 +8,8 @@ import typer
 
 from deltazoo.cli import bench, build, check, demo, diff, doctor, evaluate, generate, schema, show, train, tune, zoo
 from deltazoo.cli import list as list_
-from deltazoo.cli.errors import Debug, report_user_errors
-from deltazoo.cli.streams import run
+from deltazoo.cli.terminal.errors import Debug, report_user_errors
+from deltazoo.cli.terminal.streams import run
 
 app = typer.Typer(
     name="deltazoo",
@@ -42,7 +42,7 @@ for _name, _command in _COMMANDS.items():
 def _print_version(requested: bool) -> None:
     if requested:
         import deltazoo
-        from deltazoo.backends.versions import versions
+        from deltazoo.backends.io.versions import versions
 
         typer.echo(f"deltazoo {deltazoo.__version__}")
         for name, version in versions().items():

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
 import typer
 
-from deltazoo.cli.completion import complete_mixer
-from deltazoo.cli.measurements import LiveTable, print_header, print_measurements
-from deltazoo.cli.options import (
+from deltazoo.cli.terminal.completion import complete_mixer
+from deltazoo.cli.terminal.measurements import LiveTable, print_header, print_measurements
+from deltazoo.cli.terminal.options import (
     AsJson,
     BackendNames,
     Checkpointing,
@@ -21,12 +21,12 @@ from deltazoo.cli.options import (
     Seed,
     split,
 )
-from deltazoo.cli.output import print_json, print_line, print_note, progress
+from deltazoo.cli.terminal.output import print_json, print_line, print_note, progress
 
 if TYPE_CHECKING:
+    from deltazoo.backends.io.progress import Progress
     from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark
     from deltazoo.backends.measure.table import Table
-    from deltazoo.backends.progress import Progress
     from deltazoo.blocks.inspect.model_benchmark import ModelBenchmark
 
 _B = TypeVar("_B", bound="Benchmark | ModelBenchmark")
@@ -91,7 +91,7 @@ def command(
 
     Exit code 1: no backend ran, or a case became worse than in --compare. 130, 143: Ctrl-C, SIGTERM.
     """
-    from deltazoo.backends.errors import ConfigError
+    from deltazoo.backends.io.errors import ConfigError
     from deltazoo.backends.measure.benchmark import BenchConfig
     from deltazoo.backends.measure.compare import read_earlier
     from deltazoo.backends.measure.environment import environment
@@ -154,7 +154,7 @@ def _bench_model(
 ) -> None:
     from deltazoo.blocks.inspect.benchmark import parse_batch
     from deltazoo.blocks.inspect.model_benchmark import OURS, ModelBenchConfig, ModelBenchmark, bench_model
-    from deltazoo.blocks.spec import StackSpec
+    from deltazoo.blocks.spec.stack_spec import StackSpec
     from deltazoo.blocks.training.report import save_table
 
     batch, length = parse_batch(shapes or ["B=1 T=512"])

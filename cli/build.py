@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, OptionalStack, Trust
-from deltazoo.cli.output import (
+from deltazoo.cli.terminal.options import AsJson, BackendName, OptionalStack, Trust
+from deltazoo.cli.terminal.output import (
     PIPE_WIDTH,
     output_width,
     print_json,
@@ -53,8 +53,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Assemble a stack from a file, a preset or a pattern, and describe it layer by layer."""
-    from deltazoo.backends.errors import count
-    from deltazoo.blocks.assemble import assemble
+    from deltazoo.backends.io.errors import count
+    from deltazoo.blocks.spec.assemble import assemble
 
     changes = {"pattern": pattern, "width": width, "depth": depth, "vocab": vocab, "tied": tied, "backend": backend}
     spec = assemble(stack, changes, trust, settings or [])

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendNames, Device, split
-from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text, progress
+from deltazoo.cli.terminal.options import AsJson, BackendNames, Device, split
+from deltazoo.cli.terminal.output import print_json, print_line, print_notes, print_table, print_text, progress
 
 if TYPE_CHECKING:
     from deltazoo.backends.conformance.check_file import CheckResults
@@ -48,7 +48,7 @@ def command(
 
 
 def _print(results: "CheckResults", verbose: bool, is_default: bool) -> None:
-    from deltazoo.backends.errors import count
+    from deltazoo.backends.io.errors import count
 
     # Without --backends, those that support nothing of the file are one line.
     hidden = [row.backend for row in results.summary if row.refused == results.cases and is_default and not verbose]

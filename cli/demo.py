@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.measurements import print_measurements
-from deltazoo.cli.options import AsJson, BackendName, Device, Seed, TextFile
-from deltazoo.cli.output import print_json, print_line, print_note, print_table, progress
-from deltazoo.cli.threads import let_idle_threads_sleep
+from deltazoo.cli.terminal.measurements import print_measurements
+from deltazoo.cli.terminal.options import AsJson, BackendName, Device, Seed, TextFile
+from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_table, progress
+from deltazoo.cli.terminal.threads import let_idle_threads_sleep
 
 
 def command(
@@ -22,9 +22,9 @@ def command(
 ) -> None:
     """Train a small hybrid and two baselines, sample from the hybrid, time the backends, and write a report."""
     let_idle_threads_sleep()
+    from deltazoo.blocks.data.text import load_text
     from deltazoo.blocks.inspect.figure import why_no_plots
     from deltazoo.blocks.training.demo import DemoConfig, demo
-    from deltazoo.blocks.training.text import load_text
 
     config = DemoConfig().with_options(steps=steps, device=device, backend=backend, seed=seed)
     if reason := why_no_plots():

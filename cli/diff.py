@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.completion import complete_stack
-from deltazoo.cli.options import AsJson, Trust
-from deltazoo.cli.output import PIPE_WIDTH, print_json, print_line, print_table
+from deltazoo.cli.terminal.completion import complete_stack
+from deltazoo.cli.terminal.options import AsJson, Trust
+from deltazoo.cli.terminal.output import PIPE_WIDTH, print_json, print_line, print_table
 
 
 def command(
@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """List the fields in which two stacks differ; layers are compared by name."""
     from deltazoo.blocks.inspect.diff import diff
-    from deltazoo.blocks.spec import StackSpec
+    from deltazoo.blocks.spec.stack_spec import StackSpec
 
     result = diff(StackSpec.load(a, trust), StackSpec.load(b, trust))
     if as_json:

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from deltazoo.cli.options import AsJson
-from deltazoo.cli.output import print_json, print_line, print_notes, print_table, print_text
+from deltazoo.cli.terminal.options import AsJson
+from deltazoo.cli.terminal.output import print_json, print_line, print_notes, print_table, print_text
 
 if TYPE_CHECKING:
     from deltazoo.blocks.inspect.doctor import BackendStatus

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, Device, Trust
-from deltazoo.cli.output import print_json, print_line
-from deltazoo.cli.threads import let_idle_threads_sleep
+from deltazoo.cli.terminal.options import AsJson, BackendName, Device, Trust
+from deltazoo.cli.terminal.output import print_json, print_line
+from deltazoo.cli.terminal.threads import let_idle_threads_sleep
 
 _AS_RUN = "as in the run"
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli.options import AsJson, BackendName, Device, Seed, Trust
-from deltazoo.cli.output import print_json, print_line, print_note, print_piece
-from deltazoo.cli.threads import let_idle_threads_sleep
+from deltazoo.cli.terminal.options import AsJson, BackendName, Device, Seed, Trust
+from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_piece
+from deltazoo.cli.terminal.threads import let_idle_threads_sleep
 
 
 def command(
@@ -71,7 +71,7 @@ def command(
 
 def _read(path: Path) -> str:
     """Read a prompt from a file, or from standard input if the path is "-"."""
-    from deltazoo.backends.errors import ConfigError, file_errors
+    from deltazoo.backends.io.errors import ConfigError, file_errors
 
     if str(path) == "-" and sys.stdin is None:
         raise ConfigError("--prompt-file - needs standard input, which is closed")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.backends.text_layout import table_lines
-from deltazoo.cli.options import AsJson
-from deltazoo.cli.output import (
+from deltazoo.backends.io.text_layout import table_lines
+from deltazoo.cli.terminal.options import AsJson
+from deltazoo.cli.terminal.output import (
     output_width,
     print_json,
     print_line,

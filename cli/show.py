@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.cli.completion import complete_device_name, complete_name
-from deltazoo.cli.options import AsJson, Device, Dtype, OperandDtype, Trust
-from deltazoo.cli.output import (
+from deltazoo.cli.terminal.completion import complete_device_name, complete_name
+from deltazoo.cli.terminal.options import AsJson, Device, Dtype, OperandDtype, Trust
+from deltazoo.cli.terminal.output import (
     PIPE_WIDTH,
     output_width,
     print_json,
@@ -45,7 +45,7 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Show the equation, fields and costs of a mixer, backend or stack, and which backends compute it."""
-    from deltazoo.backends.yaml_text import dump, dump_inline
+    from deltazoo.backends.io.yaml_text import dump, dump_inline
     from deltazoo.blocks.inspect.show import details
 
     result = details(name, width, device, dtype.torch, trust, device_name)

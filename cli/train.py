@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltazoo.blocks.training.rules import resumable_options
-from deltazoo.cli.options import DEVICE_HELP, AsJson, BackendName, CheckpointingMode, OptionalStack, TextFile, Trust
-from deltazoo.cli.output import print_json, print_line, print_note, print_piece, progress, rule
-from deltazoo.cli.threads import let_idle_threads_sleep
+from deltazoo.cli.terminal.options import (
+    DEVICE_HELP,
+    AsJson,
+    BackendName,
+    CheckpointingMode,
+    OptionalStack,
+    TextFile,
+    Trust,
+)
+from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_piece, progress, rule
+from deltazoo.cli.terminal.threads import let_idle_threads_sleep
 
 if TYPE_CHECKING:
     from deltazoo.blocks.training.records import Point

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltazoo.cli.completion import complete_device_name, complete_mixers
-from deltazoo.cli.options import AsJson, Directions, OptionalStack, Trust, split
-from deltazoo.cli.output import print_json, print_line, print_table, progress
+from deltazoo.cli.terminal.completion import complete_device_name, complete_mixers
+from deltazoo.cli.terminal.options import AsJson, Directions, OptionalStack, Trust, split
+from deltazoo.cli.terminal.output import print_json, print_line, print_table, progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +60,8 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one."""
-    from deltazoo.backends.devices import DeviceSpec
-    from deltazoo.backends.errors import ConfigError
+    from deltazoo.backends.io.errors import ConfigError
+    from deltazoo.backends.torch_ext.devices import DeviceSpec
     from deltazoo.backends.tuning.tune import TuneConfig
     from deltazoo.blocks.inspect.tuning import build_targets, plan_targets, tune_targets
 

@@ -1,7 +1,7 @@
 """`deltazoo zoo`."""
 
-from deltazoo.cli.options import AsJson
-from deltazoo.cli.output import print_json, print_piece
+from deltazoo.cli.terminal.options import AsJson
+from deltazoo.cli.terminal.output import print_json, print_piece
 
 
 def command(as_json: AsJson = False) -> None:

@@ -11,18 +11,24 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.update.base import Backend, state_dtype
+from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
-from deltazoo.mixers.parts.caches import KVCache, append_to_cache, check_capacity, empty_cache, required_capacity
+from deltazoo.mixers.parts.attention.caches import (
+    KVCache,
+    append_to_cache,
+    check_capacity,
+    empty_cache,
+    required_capacity,
+)
+from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
-from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
 
 
 class AttentionConfig(AttentionHeadsConfig, ABC):

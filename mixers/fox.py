@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, UpdateInputs, state_dtype, without_autocast
+from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
 from deltazoo.mixers.core.sequences import positions
@@ -17,12 +17,12 @@ from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
+from deltazoo.mixers.parts.attention.flex_attention import flex_attend, flex_problems
+from deltazoo.mixers.parts.attention.softmax_attention import attend
 from deltazoo.mixers.parts.convolution import TokenShift
-from deltazoo.mixers.parts.flex_attention import flex_attend, flex_problems
-from deltazoo.mixers.parts.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
+from deltazoo.mixers.parts.gates.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
-from deltazoo.mixers.parts.softmax_attention import attend
 
 QK_NORM_EPS = 1e-5  # the published code fixes it for q and k
 
@@ -65,7 +65,7 @@ class FoX(AttentionHeadsConfig, FilterConfig):
 class FoXMixer(TokenCacheMixer):
     """Module of `FoX`.
 
-    Calls without a state on CUDA run by FlexAttention (`deltazoo.mixers.parts.flex_attention`), all others by SDPA.
+    Calls without a state on CUDA run by FlexAttention (`mixers.parts.attention.flex_attention`), all others by SDPA.
     Initialisation: linear maps as in torch, bias of the forget gate 0, norms 1.
     State: "k" [B, S, G, E + X], with the channels of `gate_channels`; "v" [B, S, G, E]; "log_forget" [B, H], the sum
     over the sequence so far; "seen" [B]; with kv_shift the last k and v before the shift, "shift" [B, 1, 2 G E].

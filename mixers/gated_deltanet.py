@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import NegativeEigenvalues, Reparam, UpdateSpec
+from deltazoo.backends.update.spec import NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import (
@@ -15,7 +15,7 @@ from deltazoo.mixers.families.delta_rule import (
     REPARAM,
     DeltaRuleConfig,
 )
-from deltazoo.mixers.parts.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 
 QUERY_NORM = "divide q by its L2 norm; False in NVlabs' gated Longhorn"
 

@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.feature_maps import RandomFourierFeatures
+from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection

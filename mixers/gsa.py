@@ -4,14 +4,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
+from deltazoo.mixers.parts.attention.slot_attention import GatedSlots, SlotValuePass
+from deltazoo.mixers.parts.gates.output_gates import OutputSilu
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.output_gates import OutputSilu
 from deltazoo.mixers.parts.projections import QKVProjection
-from deltazoo.mixers.parts.slot_attention import GatedSlots, SlotValuePass
 
 
 class GSA(HeadConfig):

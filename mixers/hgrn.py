@@ -4,15 +4,15 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.complex_states import FromRotatingFrame, ToRotatingFrame
-from deltazoo.mixers.parts.decays import SigmoidDecay, TiedInputGate
+from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import ChannelProjection
+from deltazoo.mixers.parts.ssm.complex_states import FromRotatingFrame, ToRotatingFrame
 
 
 class HGRN(ChannelConfig):

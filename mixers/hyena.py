@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
-from deltazoo.mixers.parts.caches import append_tokens, check_capacity, required_capacity
+from deltazoo.mixers.parts.attention.caches import append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.diagonal_ssm import fft_convolve
+from deltazoo.mixers.parts.ssm.diagonal_ssm import fft_convolve
 
 # The window of the filter decays to TARGET at a distance of SLOWEST x max_length tokens in the first channel, and of
 # FASTEST x max_length in the last.

@@ -4,14 +4,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import ChannelProjection
-from deltazoo.mixers.parts.selective import SelectiveOperands
 from deltazoo.mixers.parts.skips import Skip
+from deltazoo.mixers.parts.ssm.selective import SelectiveOperands
 
 
 class LonghornDiagonal(ChannelConfig):

@@ -4,20 +4,20 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.mamba3 import (
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.skips import Skip
+from deltazoo.mixers.parts.ssm.mamba3 import (
     AccumulatedRotary,
     BiasedNorm,
     PresentWrite,
     TrapezoidalGates,
     TrapezoidalWrite,
 )
-from deltazoo.mixers.parts.output_gates import OutputGate
-from deltazoo.mixers.parts.projections import QKVProjection
-from deltazoo.mixers.parts.skips import Skip
 
 
 class Mamba3(HeadConfig):

@@ -4,13 +4,13 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.beta import Beta
-from deltazoo.mixers.parts.conjugate_gradient import ConjugateGradientSolve
-from deltazoo.mixers.parts.decays import SigmoidDecay
+from deltazoo.mixers.parts.gates.beta import Beta
+from deltazoo.mixers.parts.gates.decays import SigmoidDecay
+from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 

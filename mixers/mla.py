@@ -10,17 +10,17 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
-from deltazoo.mixers.parts.caches import KVCache
+from deltazoo.mixers.parts.attention.caches import KVCache
+from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
-from deltazoo.mixers.parts.softmax_attention import attend, attend_cache, attend_packed
 
 
 class MLA(FilterConfig):

@@ -11,12 +11,12 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, mo
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from deltazoo.backends.base import Backend, state_dtype, without_autocast
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.grouped import group_of_row
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.ops.grouped import group_of_row
 from deltazoo.backends.torch_ext.gather import gather_rows
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.update.check import check_integer
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.grouped import Rows
@@ -26,7 +26,7 @@ from deltazoo.mixers.core.part import Routed, active_parameters
 from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
-from deltazoo.mixers.parts.routing import load_balance_loss, real_tokens, z_loss
+from deltazoo.mixers.parts.memory.routing import load_balance_loss, real_tokens, z_loss
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
@@ -49,7 +49,7 @@ class MoM(MixerConfig):
     and everything after the mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer
     can be one.
 
-    Auxiliary losses: "mom_balance" and "mom_z", see `deltazoo.mixers.parts.routing`.
+    Auxiliary losses: "mom_balance" and "mom_z", see `deltazoo.mixers.parts.memory.routing`.
     """
 
     name: ClassVar[str] = "mom"

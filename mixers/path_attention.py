@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype, without_autocast
-from deltazoo.backends.short_conv import ConvPart
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
+from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
 from deltazoo.mixers.core.sequences import unpack
@@ -20,12 +20,12 @@ from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
-from deltazoo.mixers.parts.caches import KVCache
+from deltazoo.mixers.parts.attention.caches import KVCache
+from deltazoo.mixers.parts.attention.householder_attention import HouseholderInputs, householder_attention
+from deltazoo.mixers.parts.attention.softmax_attention import attend_cache
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.forget_gates import ForgetGate, accumulate, gate_channels, with_gates
-from deltazoo.mixers.parts.householder_attention import HouseholderInputs, householder_attention
+from deltazoo.mixers.parts.gates.forget_gates import ForgetGate, accumulate, gate_channels, with_gates
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.softmax_attention import attend_cache
 
 
 class PathAttention(AttentionHeadsConfig, FilterConfig):

@@ -4,13 +4,13 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.gates.rg_lru import RGLRUGate
 from deltazoo.mixers.parts.projections import ChannelProjection
-from deltazoo.mixers.parts.rg_lru import RGLRUGate
 
 
 class RGLRU(ChannelConfig):

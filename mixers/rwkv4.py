@@ -2,13 +2,13 @@
 
 from typing import ClassVar
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
+from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate
 from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
-from deltazoo.mixers.parts.output_gates import PrecomputedGate
-from deltazoo.mixers.parts.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
+from deltazoo.mixers.parts.rwkv.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
 
 
 class RWKV4(ChannelConfig):

@@ -4,14 +4,14 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import HeadConfig
+from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate
 from deltazoo.mixers.parts.low_rank import Ranks
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.output_gates import PrecomputedGate
-from deltazoo.mixers.parts.rwkv6 import RWKV6Projection, initial_bonus
+from deltazoo.mixers.parts.rwkv.rwkv6 import RWKV6Projection, initial_bonus
 from deltazoo.mixers.parts.skips import Bonus
 
 

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
-from deltazoo.mixers.parts.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, StateInit
-from deltazoo.mixers.parts.discretisation import Discretisation
+from deltazoo.mixers.parts.ssm.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, StateInit
+from deltazoo.mixers.parts.ssm.discretisation import Discretisation
 
 
 class S4D(FilterConfig):

@@ -4,15 +4,15 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
-from deltazoo.mixers.parts.complex_decays import S5Decay
-from deltazoo.mixers.parts.complex_states import ComplexConjugate, FromRotatingFrame, ToRotatingFrame
-from deltazoo.mixers.parts.discretisation import Discretisation
 from deltazoo.mixers.parts.projections import ChannelProjection
 from deltazoo.mixers.parts.skips import Feedthrough
+from deltazoo.mixers.parts.ssm.complex_decays import S5Decay
+from deltazoo.mixers.parts.ssm.complex_states import ComplexConjugate, FromRotatingFrame, ToRotatingFrame
+from deltazoo.mixers.parts.ssm.discretisation import Discretisation
 
 
 class S5(ChannelConfig):

@@ -12,15 +12,15 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype
-from deltazoo.backends.short_conv import ConvPart
+from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.memory.token_scan import TokenScan
 from deltazoo.mixers.parts.norms import RMSNorm
-from deltazoo.mixers.parts.token_scan import TokenScan
 
 GATE_BIASES = (0.0, -2.0, -4.0)  # eta, theta, alpha; the initial weight decay alpha is small
 

@@ -10,14 +10,14 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, state_dtype
+from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.memory.token_scan import TokenScan
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
-from deltazoo.mixers.parts.token_scan import TokenScan
 
 EPS = 1e-6
 

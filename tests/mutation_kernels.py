@@ -292,7 +292,7 @@ LAUNCHES = [
         "test-kernels", "backends/test_triton_glu.py::test_second_derivatives_equal_those_of_the_definition[silu-none]",
     ),
     Mutation(
-        "grouped convolution: a traced output is an intermediate result", "backends/grouped_conv.py",
+        "grouped convolution: a traced output is an intermediate result", "backends/ops/grouped_conv.py",
         "y = y.addcmul(", "y = y.addcmul_(",
         "test", "backends/test_traced_functions.py::test_outputs_are_no_other_results[grouped_convolution-4]",
     ),

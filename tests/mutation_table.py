@@ -34,7 +34,7 @@ COMPILE_BACKEND = [
         "backends/test_intra_chunk.py::test_decayed_keys_equal_their_equations_with_their_gradients[early0-qk-3-4]",
     ),
     Mutation(
-        "devices: the setting of tf32 is not restored", "backends/devices.py",
+        "devices: the setting of tf32 is not restored", "backends/torch_ext/devices.py",
         "setting.fp32_precision = before", "pass", "test",
         "backends/test_environment.py::test_products_in_tf32_restores_the_setting",
     ),
@@ -47,22 +47,22 @@ COMPILE_BACKEND = [
 
 MIXERS = [
     Mutation(
-        "beta: the sigmoid is left out", "mixers/parts/beta.py",
+        "beta: the sigmoid is left out", "mixers/parts/gates/beta.py",
         "raw.to(state_dtype(raw.dtype)).sigmoid()", "raw.to(state_dtype(raw.dtype))",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-deltanet]",
     ),
     Mutation(
-        "Comba: the feedback weakens the write, too", "mixers/parts/feedback.py",
+        "Comba: the feedback weakens the write, too", "mixers/parts/memory/feedback.py",
         "erase=erase, write=beta)", "erase=erase, write=erase)",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-comba]",
     ),
     Mutation(
-        "Comba: the norm of the erase key has the epsilon of the key", "mixers/parts/feedback.py",
+        "Comba: the norm of the erase key has the epsilon of the key", "mixers/parts/memory/feedback.py",
         "(factor.square() * square + EPS)", "(factor.square() * (square + EPS))",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-comba, norm after the feedback]",
     ),
     Mutation(
-        "decay: dt_bias is ignored", "mixers/parts/decays.py",
+        "decay: dt_bias is ignored", "mixers/parts/gates/decays.py",
         "raw.to(dtype) + dt_bias.to(dtype)", "raw.to(dtype)",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-gated_deltanet, doubled erase]",
     ),
@@ -87,12 +87,12 @@ MIXERS = [
         "test", "mixers/test_states.py::test_padded_rows_equal_unpadded_rows[mamba2-reference-right]",
     ),
     Mutation(
-        "output gate: a sigmoid instead of SiLU", "backends/rms_norm.py",
+        "output gate: a sigmoid instead of SiLU", "backends/ops/rms_norm.py",
         "gate = F.silu(gate)", "gate = gate.sigmoid()",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-gated_deltanet, doubled erase]",
     ),
     Mutation(
-        "RWKV-7: the token shift mixes in the current token instead of the previous one", "mixers/parts/rwkv7.py",
+        "RWKV-7: the token shift mixes in the current token instead of the previous one", "mixers/parts/rwkv/rwkv7.py",
         "x + (previous - x) * mix", "previous + (x - previous) * mix",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-rwkv7]",
     ),
@@ -102,7 +102,7 @@ MIXERS = [
         "test", "mixers/test_matrix.py::test_mixer_has_property[mla-decode]",
     ),
     Mutation(
-        "FoX: padded tokens forget", "mixers/parts/forget_gates.py",
+        "FoX: padded tokens forget", "mixers/parts/gates/forget_gates.py",
         "torch.where(context.mask[..., None], log_f, 0.0)", "log_f",
         "test", "mixers/test_states.py::test_padded_rows_equal_unpadded_rows[fox-reference-both]",
     ),
@@ -112,27 +112,27 @@ MIXERS = [
         "mixers/test_matrix.py::test_mixer_has_property[path_attention-decode]",
     ),
     Mutation(
-        "PaTH: the gradient of the keys misses the later chunks", "mixers/parts/householder_attention.py",
+        "PaTH: the gradient of the keys misses the later chunks", "mixers/parts/attention/householder_attention.py",
         "d_k = d_k + d_own", "pass", "test",
         "mixers/test_equations_attention.py::test_householder_attention_over_many_chunks_equals_the_equation",
     ),
     Mutation(
-        "preconditioner: the erase key is preconditioned, too", "mixers/parts/preconditioner.py",
+        "preconditioner: the erase key is preconditioned, too", "mixers/parts/memory/preconditioner.py",
         "erase_key=inputs.k)", "erase_key=(k * factor).to(inputs.k.dtype))",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-preconditioned_kda]",
     ),
     Mutation(
-        "Mamba-3: the previous token's write does not decay", "mixers/parts/mamba3.py",
+        "Mamba-3: the previous token's write does not decay", "mixers/parts/ssm/mamba3.py",
         "beta = inputs.log_decay.exp() * (", "beta = (",
         "test", f"mixers/test_equations_additive.py{EQUATION}[reference-mamba3]",
     ),
     Mutation(
-        "log-linear attention: the tree of a piece starts at its first token", "mixers/parts/log_linear.py",
+        "log-linear attention: the tree of a piece starts at its first token", "mixers/parts/memory/log_linear.py",
         'before + state["seen"][:, None]', "before",
         "test", "mixers/test_log_linear.py::test_pieces_that_start_inside_chunks_equal_one_call[gdn-[64, 64, 22]]",
     ),
     Mutation(
-        "log-linear attention: the last level passes its tokens on", "mixers/parts/log_linear.py",
+        "log-linear attention: the last level passes its tokens on", "mixers/parts/memory/log_linear.py",
         "torch.where(carried_L == last, last, level(t, bucket))", "level(t, bucket)",
         "test", "mixers/test_log_linear.py::test_mixer_equals_its_definition[gdn, two levels]",
     ),
@@ -151,17 +151,17 @@ MIXERS = [
         "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
     ),
     Mutation(
-        "MoM: the convolution reads the tokens of another memory", "backends/grouped_conv.py",
+        "MoM: the convolution reads the tokens of another memory", "backends/ops/grouped_conv.py",
         "inside_A = position_A >= shift", "inside_A = row_A >= shift",
         "test", "mixers/test_mom.py::test_mixture_of_any_mixer_equals_a_loop_over_tokens[deltanet]",
     ),
     Mutation(
-        "load balance: only the first layer counts", "mixers/parts/routing.py",
+        "load balance: only the first layer counts", "mixers/parts/memory/routing.py",
         "statistics_L2E.mean(0)", "statistics_L2E[0]",
         "test", "blocks/test_losses.py::test_losses_equal_their_definitions_over_all_layers[8-None]",
     ),
     Mutation(
-        "MoE: the weights of the active experts do not add up to one", "blocks/moe.py",
+        "MoE: the weights of the active experts do not add up to one", "blocks/model/moe.py",
         "if config.normalize:", "if not config.normalize:",
         "test", "blocks/test_moe.py::test_equals_the_published_block[qwen3_next]",
     ),
@@ -169,31 +169,32 @@ MIXERS = [
 
 BLOCKS = [
     Mutation(
-        "loss: the target is the token itself", "blocks/training/text.py", "window[:, 1:]", "window[:, :-1]",
+        "loss: the target is the token itself", "blocks/data/text.py", "window[:, 1:]", "window[:, :-1]",
         "test", "blocks/test_text.py::test_targets_are_the_inputs_shifted_by_one_byte",
     ),
     Mutation(
-        "loss: ignored targets count in the mean", "backends/cross_entropy.py",
+        "loss: ignored targets count in the mean", "backends/ops/cross_entropy.py",
         "(targets_N != ignore_index).sum()", "torch.tensor(targets_N.numel())",
         "test", "backends/test_cross_entropy.py::test_equals_its_definition_in_value_and_gradient[4-mean-None-None]",
     ),
     Mutation(
-        "loss: the gradient ignores the cap of the logits", "backends/cross_entropy.py",
+        "loss: the gradient ignores the cap of the logits", "backends/ops/cross_entropy.py",
         "p_RL *= slope(z_RL)", "pass",
         "test", "backends/test_cross_entropy.py::test_equals_its_definition_in_value_and_gradient[4-mean-None-1.5]",
     ),
     Mutation(
-        "loss: the backward ignores the scale of the loss", "backends/cross_entropy.py",
+        "loss: the backward ignores the scale of the loss", "backends/ops/cross_entropy.py",
         "torch.mul(gradient, factor.reshape(1), out=out)", "out.copy_(gradient)",
         "test", "backends/test_cross_entropy.py::test_tied_weights_and_accumulated_gradients_add_up",
     ),
     Mutation(
-        "layer: the residual connection of DeepNorm passes by the norm", "blocks/layer.py",
+        "layer: the residual connection of DeepNorm passes by the norm", "blocks/model/layer.py",
         "self.residual_scale * normed_BTD", "self.residual_scale * x_BTD",
         "test", "blocks/test_hybrids.py::test_logits_and_gradients_equal_those_of_transformers[MiniMax]",
     ),
     Mutation(
-        "layer: shared layers have separate weights", "blocks/spec.py", "if spec.share in shared:", "if False:",
+        "layer: shared layers have separate weights",
+        "blocks/spec/stack_spec.py", "if spec.share in shared:", "if False:",
         "test", "blocks/test_layer.py::test_shared_layers_have_one_set_of_weights_and_a_state_for_each_place",
     ),
     Mutation(
@@ -206,12 +207,12 @@ BLOCKS = [
         "test", "blocks/test_train.py::test_resume_restores_the_random_generator",
     ),
     Mutation(
-        "checkpoint: the digest is not verified", "blocks/training/checkpoint.py",
+        "checkpoint: the digest is not verified", "blocks/checkpoints/folder.py",
         "if not has_its_digest(file):", "if False:",
         "test", "blocks/test_train.py::test_a_flipped_byte_anywhere_in_a_checkpoint_is_reported",
     ),
     Mutation(
-        "checkpoint: edits of fixed settings are accepted", "blocks/training/checkpoint.py",
+        "checkpoint: edits of fixed settings are accepted", "blocks/checkpoints/folder.py",
         "if problem := refused(changes, folder / STACK):", "if problem := None:",
         "test", "blocks/test_train.py::test_a_fixed_setting_changes_neither_by_an_argument_nor_in_the_file[batch-2-3]",
     ),

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import deltazoo
-from deltazoo.backends import errors
+from deltazoo.backends.io import errors
 from deltazoo.mixers import parts
 
 ROOT = Path(deltazoo.__file__).resolve().parent
@@ -89,8 +89,8 @@ def test_an_unknown_name_raises_attribute_error(package: str) -> None:
 def test_every_part_is_public() -> None:
     """Each public class of mixers/parts that is a part or a module can be imported from deltazoo.mixers.parts."""
     found = set()
-    for info in pkgutil.iter_modules(parts.__path__):
-        tree = ast.parse((Path(parts.__path__[0]) / f"{info.name}.py").read_text())
+    for file in Path(parts.__path__[0]).rglob("*.py"):
+        tree = ast.parse(file.read_text())
         found |= {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
     assert found - set(parts.__all__) == {"HouseholderInputs"}  # the operands of one kernel
     assert len(found) > 50

@@ -12,7 +12,7 @@ import pytest
 from mutation_table import MUTATIONS
 
 import deltazoo
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.families.update import UpdateConfig
 

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 import deltazoo
-from deltazoo.backends import registry
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.update import registry
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.config import config_class
 

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import (
+from deltazoo.backends.compile.chunk_layout import merge_chunks, split_into_chunks
+from deltazoo.backends.compile.chunked import chunked_update
+from deltazoo.backends.compile.decode import accepted_update, drafted_update, token_update
+from deltazoo.backends.io.errors import ConfigError, OperandError, UnsupportedError
+from deltazoo.backends.io.progress import notice_if_slow
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
+from deltazoo.backends.torch_ext.modes import dispatch_mode_is_active, functorch_is_active
+from deltazoo.backends.update.base import (
     Backend,
     Draft,
     UpdateInputs,
@@ -15,15 +22,8 @@ from deltazoo.backends.base import (
     refuse_forward_mode,
     state_dtype,
 )
-from deltazoo.backends.compile.chunk_layout import merge_chunks, split_into_chunks
-from deltazoo.backends.compile.chunked import chunked_update
-from deltazoo.backends.compile.decode import accepted_update, drafted_update, token_update
-from deltazoo.backends.errors import ConfigError, OperandError, UnsupportedError
-from deltazoo.backends.progress import notice_if_slow
-from deltazoo.backends.slots import gather_states, step_in_slots, zero_without_state
-from deltazoo.backends.spec import UpdateSpec
-from deltazoo.backends.torch_ext.compiled_call import compiled_call
-from deltazoo.backends.torch_ext.modes import dispatch_mode_is_active, functorch_is_active
+from deltazoo.backends.update.slots import gather_states, step_in_slots, zero_without_state
+from deltazoo.backends.update.spec import UpdateSpec
 
 _Function = Callable[[UpdateInputs, Tensor | None], tuple[Tensor, Tensor]]
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.packing import Packing, pack, packing, unpack
-from deltazoo.backends.lowering import log_decay
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.lowering import log_decay
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def split_into_chunks(

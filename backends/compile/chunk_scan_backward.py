@@ -21,7 +21,7 @@ from deltazoo.backends.compile.chunk_scan_forward import (
     segments,
     sequence_bounds,
 )
-from deltazoo.backends.devices import products_in_tf32
+from deltazoo.backends.torch_ext.devices import products_in_tf32
 
 
 def scan_backward(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltazoo.backends.compile.inverse import unit_lower_inverse
-from deltazoo.backends.devices import products_in_tf32
+from deltazoo.backends.torch_ext.devices import products_in_tf32
 
 
 def scan_forward(

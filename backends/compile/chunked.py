@@ -17,15 +17,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.chunk_scan import chunk_scan
 from deltazoo.backends.compile.element_scan import element_update, uses_element_scan
 from deltazoo.backends.compile.intra_chunk import LoweredChunks
 from deltazoo.backends.compile.intra_chunk_channel import channel_operands
 from deltazoo.backends.compile.intra_chunk_scalar import scalar_operands
-from deltazoo.backends.errors import ShapeError
-from deltazoo.backends.lowering import accumulates_rounding_errors, log_decay, strengths
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ShapeError
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.lowering import accumulates_rounding_errors, log_decay, strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 # Lower bounds on a log decay. A larger magnitude would cost all other terms of the cumulative sum their precision.
 # The exp of the first is 0 in float64, too. That of the second is 0 in float32, and a sum of 64 of them has an error of

@@ -9,9 +9,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, UpdateOutput, slice_tokens, state_dtype
-from deltazoo.backends.lowering import log_decay, strengths
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, slice_tokens, state_dtype
+from deltazoo.backends.update.lowering import log_decay, strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def token_update(spec: UpdateSpec, inputs: UpdateInputs) -> UpdateOutput:

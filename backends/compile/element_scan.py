@@ -18,12 +18,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.compile.operator_body import body
-from deltazoo.backends.lowering import log_decay, strengths
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.lowering import log_decay, strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 MAX_VALUE_WIDTH = 2
 LOG2_E = math.log2(math.e)

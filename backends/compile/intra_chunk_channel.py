@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 
 from deltazoo.backends.compile.chunk_scan import ChunkOperands
 from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, exp_as
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def channel_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) -> tuple[ChunkOperands, Tensor | None]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from deltazoo.backends.compile.chunk_scan import ChunkOperands
 from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, decay_at_reads, exp_as
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.modes import is_exporting
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def scalar_operands(spec: UpdateSpec, x: LoweredChunks, state: Tensor, G: int) -> tuple[ChunkOperands, None]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deltazoo.backends.base import without_autocast
+from deltazoo.backends.update.base import without_autocast
 
 
 def body(function: Any, strided: int = 0) -> Any:

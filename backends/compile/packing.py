@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.gather import gather_rows
-from deltazoo.backends.varlen import valid_sequence_index
+from deltazoo.backends.update.varlen import valid_sequence_index
 
 
 class Packing(NamedTuple):

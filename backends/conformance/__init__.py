@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, draw
 from deltazoo.backends.conformance.check_file import CheckFile, read_check, run_checks
 from deltazoo.backends.conformance.compare import Error, Report, compare, limit, meta_of, relative_error
@@ -21,10 +20,11 @@ from deltazoo.backends.conformance.properties import (
     matches_the_reference,
     unsupported_returns_sentences,
 )
-from deltazoo.backends.errors import UnknownNameError, UnsupportedError
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.shapes import SHAPES, TINY, Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import UnknownNameError, UnsupportedError
+from deltazoo.backends.measure.shapes import SHAPES, TINY, Shape
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 
 __all__ = [
     "PROPERTIES",

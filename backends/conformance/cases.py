@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import UpdateSpec
 
 Regime = Literal["ordinary", "parallel", "decays"]
 REGIMES: tuple[Regime, ...] = ("ordinary", "parallel", "decays")

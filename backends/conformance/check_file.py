@@ -14,17 +14,18 @@ import torch
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from deltazoo.backends import registry, yaml_text
-from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime
 from deltazoo.backends.conformance.compare import Report, compare
-from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, cut, describe_invalid, unknown_name
-from deltazoo.backends.frozen_config import FrozenConfig, without_consequences
-from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.shapes import SHAPES, Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io import yaml_text
+from deltazoo.backends.io.errors import ConfigError, cut, describe_invalid, unknown_name
+from deltazoo.backends.io.frozen_config import FrozenConfig, without_consequences
+from deltazoo.backends.io.progress import Progress, silent
+from deltazoo.backends.measure.shapes import SHAPES, Shape
+from deltazoo.backends.torch_ext.devices import usable_device
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 

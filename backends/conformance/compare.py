@@ -7,15 +7,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
 from deltazoo.backends.conformance.cache import REFERENCES
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.devices import tf32_allowed
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import tf32_allowed
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, state_dtype
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 
 # Limits on the relative RMS error for ordinary inputs: outputs and states; gradients of q, k, v and other keys;
 # gradients of gates.

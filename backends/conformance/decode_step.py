@@ -12,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.conformance.cache import REFERENCES
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, error_report, explain_nan, refusal
 from deltazoo.backends.conformance.pairwise import pairwise_cases
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, short_conv
+from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 
 # Optional operands: convolution bias, skip, a norm weight per head and channel ("each"), norm bias, slots of the rows.
 OPTIONS = ("bias", "skip", "each", "norm_bias", "slots")

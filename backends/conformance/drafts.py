@@ -6,12 +6,12 @@ B batch, n drafted tokens, HV value heads, K key width, V value width, S rows of
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, slice_tokens, state_dtype
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, error_report, explain_nan, refusal
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.registry import resolve
+from deltazoo.backends.update.base import Backend, UpdateInputs, slice_tokens, state_dtype
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.registry import resolve
 
 
 def compare_draft(backend: str | Backend, case: Case, device: torch.device | str = "cpu") -> Report:

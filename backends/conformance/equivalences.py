@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import torch
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, slice_tokens, state_dtype
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput, slice_tokens, state_dtype
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 class Equivalent(Backend, ABC):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, has_time_axis
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import Report, draw_cotangents, limit, refusal, relative_error, rms, run
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend, UpdateInputs, has_time_axis
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 
 Device = torch.device | str
 

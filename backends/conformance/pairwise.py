@@ -11,9 +11,9 @@ from typing import Any, TypeVar, get_args
 import torch
 
 from deltazoo.backends.conformance.cases import REGIMES, Case
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.shapes import TINY, Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.measure.shapes import TINY, Shape
+from deltazoo.backends.update.spec import UpdateSpec
 
 T = TypeVar("T")
 

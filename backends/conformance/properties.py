@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, has_time_axis
 from deltazoo.backends.conformance.cases import Case, dense, draw
 from deltazoo.backends.conformance.compare import (
     Report,
@@ -35,9 +34,10 @@ from deltazoo.backends.conformance.equivalences import (
 )
 from deltazoo.backends.conformance.isolation import heads_do_not_leak, later_tokens_do_not_leak, sequences_do_not_leak
 from deltazoo.backends.conformance.pairwise import every_spec
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.lowering import log_decay
-from deltazoo.backends.registry import resolve
+from deltazoo.backends.update.base import Backend, UpdateInputs, has_time_axis
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.lowering import log_decay
+from deltazoo.backends.update.registry import resolve
 
 Device = torch.device | str
 Property = Callable[[str | Backend, Case, Device], Report]

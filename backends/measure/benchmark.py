@@ -8,21 +8,21 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend
 from deltazoo.backends.conformance.cases import Case
-from deltazoo.backends.devices import usable_device
-from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.explain import explain
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.measure.result import BenchConfig, Benchmark, Row
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.measure.timing import Times, failure_reason, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import Workload
-from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
-from deltazoo.backends.watch import watch
+from deltazoo.backends.torch_ext.devices import usable_device
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.dispatch import BoundUpdate, bind
+from deltazoo.backends.update.explain import explain
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.backends.update.watch import watch
 
 __all__ = ["BenchConfig", "Benchmark", "bench"]
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deltazoo.backends.errors import ConfigError, count, describe_invalid
+from deltazoo.backends.io.errors import ConfigError, count, describe_invalid
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.result import BenchConfig, Benchmark, Row
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.measure.table import Table, three_digits
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 
 TIME_FACTOR, MEMORY_FACTOR, ERROR_FACTOR = 1.05, 1.05, 2.0  # larger growth is a regression
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from deltazoo.backends.devices import cxx_compiler, tf32_allowed, usable_device
-from deltazoo.backends.errors import count
-from deltazoo.backends.versions import installed
+from deltazoo.backends.io.errors import count
+from deltazoo.backends.io.versions import installed
+from deltazoo.backends.torch_ext.devices import cxx_compiler, tf32_allowed, usable_device
 
 
 class Environment(BaseModel):

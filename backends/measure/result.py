@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment
+from deltazoo.backends.measure.shapes import SHAPES, Shape
 from deltazoo.backends.measure.table import Note, Table, group, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
-from deltazoo.backends.shapes import SHAPES, Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from deltazoo.backends.base import UpdateInputs, UpdateMeta, UpdateOutput
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.conformance.compare import draw_cotangents, relative_error
-from deltazoo.backends.dispatch import BoundUpdate
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.update.base import UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.update.dispatch import BoundUpdate
+from deltazoo.backends.update.reference import ReferenceBackend
 
 Direction = Literal["forward", "backward", "decode"]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

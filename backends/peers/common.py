@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, UpdateMeta
-from deltazoo.backends.lowering import strengths
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
+from deltazoo.backends.update.lowering import strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -7,10 +7,10 @@ from importlib import import_module
 
 import torch
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.peers.common import common_reasons, missing_packages, strength_or_ones, violations
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.update.lowering import log_decay
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 class CudnnBackend(Backend):

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.lowering import log_decay, strengths
 from deltazoo.backends.peers.common import common_reasons, missing_packages, strength, strength_or_ones, violations
-from deltazoo.backends.slots import step_in_slots
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.update.lowering import log_decay, strengths
+from deltazoo.backends.update.slots import step_in_slots
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 class _Operator(NamedTuple):

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
-from deltazoo.backends.lowering import log_decay
 from deltazoo.backends.peers.common import missing_packages, recurrence_reasons, strength_or_ones, violations
-from deltazoo.backends.slots import step_in_slots
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, UpdateOutput
+from deltazoo.backends.update.lowering import log_decay
+from deltazoo.backends.update.slots import step_in_slots
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 class _Functions(NamedTuple):

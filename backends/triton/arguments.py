@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltazoo.backends.devices import tf32_allowed
+from deltazoo.backends.torch_ext.devices import tf32_allowed
 from deltazoo.backends.triton.plan import KernelLaunch, Plan, gate_gradients
 from deltazoo.backends.triton.tiles import key_tiles, value_tile
 

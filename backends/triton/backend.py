@@ -6,13 +6,11 @@ import os
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.errors import OperandError
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import OperandError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import short_conv as conv
 from deltazoo.backends.triton.config import LaunchConfig
@@ -24,6 +22,8 @@ from deltazoo.backends.triton.lower import computes_in_float32, lower
 from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.show import explain_plan
+from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
+from deltazoo.backends.update.spec import UpdateSpec
 
 _MAX_KEY_WIDTH = 256
 
@@ -43,7 +43,7 @@ class TritonBackend(Backend):
 
     On Hopper GPUs 16-bit operands use kernels in Gluon, which Triton's interpreter does not run; `plan` says which
     kernels run. A decode step of a mixer with its convolution, norms and gates is one kernel
-    (`backends/decode_step.py`), two if value heads share the key heads of a convolution. The short convolution has
+    (`backends/ops/decode_step.py`), two if value heads share the key heads of a convolution. The short convolution has
     kernels for up to 8 taps and heads of 1024 channels; for a single token plain torch computes it, which Inductor
     fuses with neighbouring operations.
 

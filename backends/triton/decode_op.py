@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.lowering import log_decay
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.lower import splits_terms
 from deltazoo.backends.triton.operands import CommitCall, StepCall, StepKind, StepOperands, flatten, schema, unflatten
 from deltazoo.backends.triton.precompile import begin, compiled_ahead
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.lowering import log_decay
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def decode_operands(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> tuple[StepOperands, StepKind]:

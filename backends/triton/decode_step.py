@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.short_conv import EPS
+from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
+from deltazoo.backends.ops.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.precompile import begin, compiled_ahead, device_of

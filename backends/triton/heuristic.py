@@ -5,7 +5,7 @@ N sequences, T tokens, H key heads, HV value heads, K key width, V value width
 
 import torch
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.plan import occupies
 from deltazoo.backends.triton.problem import Problem

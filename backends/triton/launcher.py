@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import precompile
 from deltazoo.backends.triton.support import Options
-from deltazoo.backends.watch import RunRecord, is_watched, record_run
+from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 
 CACHED_LAUNCH = True
 _OPTIONS = Options()

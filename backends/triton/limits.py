@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from deltazoo.backends.devices import INTERPRETER, DeviceSpec, installed_triton
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, installed_triton
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 _OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)

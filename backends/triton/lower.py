@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.base import UpdateInputs, UpdateOutput
-from deltazoo.backends.lowering import accumulates_rounding_errors, strengths
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.update.base import UpdateInputs, UpdateOutput
+from deltazoo.backends.update.lowering import accumulates_rounding_errors, strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 class Lowered(NamedTuple):

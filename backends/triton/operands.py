@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.precompile import device_of
 from deltazoo.backends.triton.problem import Decay, Problem

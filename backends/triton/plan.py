@@ -9,8 +9,8 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.registry import (

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from deltazoo.backends.devices import INTERPRETER, DeviceSpec
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 
 Decay = Literal["none", "fixed", "head", "channel"]
 Transition = Literal["additive", "delta", "dplr"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.problem import SCALAR_DECAYS, Problem
 from deltazoo.backends.triton.support import (
     Kernel,

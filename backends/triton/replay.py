@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.devices import tf32_allowed
+from deltazoo.backends.torch_ext.devices import tf32_allowed
 from deltazoo.backends.torch_ext.recording import NotReplayableError, Operation, RecordingMode
 from deltazoo.backends.triton import precompile
 from deltazoo.backends.triton.operands import ready
-from deltazoo.backends.watch import RunRecord, is_watched, record_run
+from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 
 REPLAY = True
 _ALIGNMENT = 512  # bytes, as in the caching allocator of torch

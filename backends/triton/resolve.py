@@ -1,6 +1,6 @@
 """Look up the plan of a call, and the launch of a decode step."""
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton import table
 from deltazoo.backends.triton.config import Launch, parse

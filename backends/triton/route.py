@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.spec import UpdateSpec
 
 # chunks: the chunked kernels (op.py). elements: the elementwise scan (element/op.py). step, element step: the kernels
 # of one token without gradients (decode_op.py, element/op.py).

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.short_conv import EPS, ConvInputs, ConvPart
+from deltazoo.backends.ops.short_conv import EPS, ConvInputs, ConvPart
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.triton.operands import ready, with_token_stride
@@ -19,7 +19,7 @@ from deltazoo.backends.triton.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.problem import device_spec
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
-from deltazoo.backends.varlen import valid_sequence_index
+from deltazoo.backends.update.varlen import valid_sequence_index
 
 MAX_TAPS = 8
 WIDEST_UNIT = 1024

@@ -4,11 +4,9 @@ from itertools import accumulate
 
 import torch
 
-from deltazoo.backends.base import UpdateInputs, UpdateMeta
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of
@@ -18,6 +16,8 @@ from deltazoo.backends.triton.registry import KERNELS, PHASES
 from deltazoo.backends.triton.resolve import decode_plan, decode_problem
 from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.table import describe, look_up
+from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def explain_plan(

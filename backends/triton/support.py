@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.problem import SCALAR_DECAYS, Decay, Problem, Transition, architecture
 from deltazoo.backends.triton.tiles import cdiv, key_tiles
 

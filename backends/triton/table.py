@@ -22,9 +22,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deltazoo.backends.devices import DeviceSpec, triton_version
-from deltazoo.backends.errors import ConfigError, describe_invalid
-from deltazoo.backends.output_path import output_path
+from deltazoo.backends.io.errors import ConfigError, describe_invalid
+from deltazoo.backends.io.output_path import output_path
+from deltazoo.backends.torch_ext.devices import DeviceSpec, triton_version
 from deltazoo.backends.triton import replay
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.heuristic import heuristic

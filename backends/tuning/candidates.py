@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic, in_version
@@ -23,6 +21,8 @@ from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.registry import STEPS, choose, takes, versions
 from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.tiles import cdiv, min_key_tile, value_tile
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import UpdateSpec
 
 _IN_STATE_DTYPE = ("log_decay", "step", "rate")
 # Values of these fields of `Launch` to try: as whole launches, and for each field, to be combined.

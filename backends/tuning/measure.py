@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance.cases import REGIMES, Case, Regime, draw
 from deltazoo.backends.conformance.compare import (
     Cotangents,
@@ -19,20 +18,21 @@ from deltazoo.backends.conformance.compare import (
     run,
 )
 from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, reference_step, typical_step
-from deltazoo.backends.devices import DeviceSpec, usable_device
-from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment, environment
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.measure.timing import time_interleaved
 from deltazoo.backends.measure.workload import Direction, Workload
-from deltazoo.backends.shapes import Shape
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.devices import DeviceSpec, usable_device
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.registry import STEPS
 from deltazoo.backends.triton.table import key_of
 from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
+from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
+from deltazoo.backends.update.dispatch import BoundUpdate, bind
 
 _MAX_SECONDS = 2.0  # limit of the timed calls of one comparison
 

@@ -19,13 +19,13 @@ from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.conformance.decode_step import typical_step
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.io.output_path import output_path
+from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
-from deltazoo.backends.output_path import output_path
-from deltazoo.backends.progress import Progress, silent
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.revisions import REVISIONS

@@ -1,1 +1,1 @@
-"""Generation: decoding, sampling and text completion."""
+"""Generation: decoding, sampling and text completion. States are in `mixers.core`."""

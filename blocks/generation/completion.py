@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from deltazoo.backends.allocation import sizes_in_memory_errors
-from deltazoo.backends.check import check_type
-from deltazoo.backends.devices import cxx_compiler
-from deltazoo.backends.errors import ConfigError, count
-from deltazoo.backends.frozen_config import FrozenConfig
-from deltazoo.blocks.compilation import run_eagerly
+from deltazoo.backends.io.errors import ConfigError, count
+from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
+from deltazoo.backends.torch_ext.devices import cxx_compiler
+from deltazoo.backends.update.check import check_type
+from deltazoo.blocks.checkpoints.folder import load_model
+from deltazoo.blocks.data.text import BYTES
 from deltazoo.blocks.generation.generate import Decoder, stream
-from deltazoo.blocks.stack import LanguageModel, check_model
-from deltazoo.blocks.training.checkpoint import load_model
-from deltazoo.blocks.training.text import BYTES
+from deltazoo.blocks.model.compilation import run_eagerly
+from deltazoo.blocks.model.stack import LanguageModel, check_model
 
 # Compiling the step of `gated-deltanet-h1-small` takes as long as decoding 1,500 bytes eagerly if Inductor's cache
 # holds its kernels, and 3,500 bytes otherwise.

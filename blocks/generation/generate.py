@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
+from deltazoo.backends.io.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.update.check import check_integer
 from deltazoo.blocks.generation.sampling import check_sampling, sample
-from deltazoo.blocks.stack import LanguageModel, StackState, check_model
+from deltazoo.blocks.model.stack import LanguageModel, StackState, check_model
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import rollback_, snapshot
 

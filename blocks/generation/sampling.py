@@ -6,8 +6,8 @@ B batch, L vocabulary
 import torch
 from torch import Tensor
 
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.errors import ValueRangeError
+from deltazoo.backends.io.errors import ValueRangeError
+from deltazoo.backends.update.check import check_integer
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.check_file import ShapeFields
 from deltazoo.backends.conformance.compare import refusal
-from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, UnknownNameError
-from deltazoo.backends.frozen_config import describe_errors
+from deltazoo.backends.io.errors import ConfigError, UnknownNameError
+from deltazoo.backends.io.frozen_config import describe_errors
+from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, Report, bench, ignore
+from deltazoo.backends.measure.shapes import SHAPES, Shape
 from deltazoo.backends.measure.workload import in_direction
-from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.shapes import SHAPES, Shape
-from deltazoo.backends.spec import UpdateSpec
-from deltazoo.blocks import pattern
-from deltazoo.blocks.parsing import parse_mixer
+from deltazoo.backends.torch_ext.devices import usable_device
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.blocks.spec import pattern
+from deltazoo.blocks.spec.parsing import parse_mixer
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.patterns import Name
 

@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 from pydantic import BaseModel
 
-from deltazoo.backends import registry
-from deltazoo.backends.errors import DeltazooError
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.spec import UpdateSpec
-from deltazoo.blocks import presets
-from deltazoo.blocks.layer import LayerSpec
-from deltazoo.blocks.spec import StackSpec, preset
+from deltazoo.backends.io.errors import DeltazooError
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.blocks.model.layer import LayerSpec
+from deltazoo.blocks.spec import presets
+from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.mixer import Place
 

@@ -5,11 +5,11 @@ import shutil
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from deltazoo.backends.explain import explain
+from deltazoo.backends.update.explain import explain
 from deltazoo.blocks.inspect.layer_table import markdown, text_lines
-from deltazoo.blocks.layer import Layer, LayerSpec
-from deltazoo.blocks.parsing import MlpConfig
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.layer import Layer, LayerSpec
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.parsing import MlpConfig
 from deltazoo.mixers.attention import AttentionMixer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.delta_mixer import Update

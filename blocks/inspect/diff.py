@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from deltazoo.backends.yaml_text import dump_inline
-from deltazoo.blocks.parsing import MlpConfig, changed_mlp_fields
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.io.yaml_text import dump_inline
+from deltazoo.blocks.spec.parsing import MlpConfig, changed_mlp_fields
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 
 class Difference(BaseModel):

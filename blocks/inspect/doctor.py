@@ -3,11 +3,11 @@
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.devices import devices
-from deltazoo.backends.explain import explain
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.torch_ext.devices import devices
+from deltazoo.backends.update.base import UpdateMeta
+from deltazoo.backends.update.explain import explain
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.inspect.plugins import plugin_problems
 
 _GATED_DELTA_RULE = UpdateSpec(decay="head", beta="head")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

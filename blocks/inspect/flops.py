@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.measure.workload import Direction
 from deltazoo.blocks.inspect.describe import Description
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers.attention import SlidingWindow
 
 # Dense matrix products in bfloat16 and float16 with float32 accumulation, TFLOP/s, from the vendors' data sheets.

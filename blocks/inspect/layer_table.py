@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from deltazoo.backends.text_layout import group_by_text, table_lines, wrap
+from deltazoo.backends.io.text_layout import group_by_text, table_lines, wrap
 
 if TYPE_CHECKING:
     from deltazoo.blocks.inspect.describe import Description, LayerRow

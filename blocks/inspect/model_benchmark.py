@@ -10,21 +10,21 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from deltazoo.backends import registry
-from deltazoo.backends.devices import usable_device
-from deltazoo.backends.errors import ConfigError, DeltazooError, UnknownNameError
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.io.errors import ConfigError, DeltazooError, UnknownNameError
+from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.table import Note, Table, group, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
-from deltazoo.backends.progress import Progress, silent
 from deltazoo.backends.torch_ext.cuda_graph import Call
-from deltazoo.blocks.checkpointing import Checkpointing
+from deltazoo.backends.torch_ext.devices import usable_device
+from deltazoo.backends.update import registry
 from deltazoo.blocks.inspect.flops import PEAK_TFLOPS, TokenFlops, token_flops
 from deltazoo.blocks.inspect.model_calls import DECODED, ModelCalls, OurCalls, PretrainedCalls
 from deltazoo.blocks.inspect.peer_models import PEER_MODELS
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.model.checkpointing import Checkpointing
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 OURS = "deltazoo"  # the model with the default backends
 # in the order of the measurements: training first, so that its first call is not warmed up by others

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
-from deltazoo.blocks.checkpointing import Checkpointing
-from deltazoo.blocks.compilation import check_updates, compile_layers
 from deltazoo.blocks.generation.generate import Decoder
 from deltazoo.blocks.inspect.describe import parameter_count
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.model.checkpointing import Checkpointing
+from deltazoo.blocks.model.compilation import check_updates, compile_layers
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 DECODED = 16  # tokens per row and timed call
 _UNTIMED_CALLS = 6  # upper bound on the decoding calls that are not timed: first call, memory peak, warm-ups

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.peers.common import missing_packages
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.attention import Attention, AttentionConfig, SlidingWindow
 from deltazoo.mixers.core.mixer import MixerConfig
 from deltazoo.mixers.core.part import HeadShape

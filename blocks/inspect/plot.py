@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.output_path import output_path
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.output_path import output_path
 from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.inspect.figure import new_figure
-from deltazoo.blocks.layer import LayerSpec
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.model.layer import LayerSpec
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.core.mixer import FIRST_PLACE
 from deltazoo.mixers.core.state import nbytes

@@ -2,11 +2,11 @@
 
 import torch
 
-from deltazoo.backends import registry
-from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.errors import ConfigError, DeltazooError, cut
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError, DeltazooError, cut
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import UpdateMeta
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.inspect.catalog import catalog
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.initialization import no_weight_decay

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 from deltazoo.mixers.core import config as configs
 
 # A mixer that is not registered is named "module:Class"; the schema cannot list its fields.

@@ -8,17 +8,17 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from deltazoo.backends import registry
-from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.dispatch import bind_conv
-from deltazoo.backends.errors import ConfigError, UnknownNameError
-from deltazoo.backends.explain import explain
-from deltazoo.backends.papers import papers
-from deltazoo.backends.registry import plugin_errors, resolve
-from deltazoo.blocks import document, presets
+from deltazoo.backends.io.errors import ConfigError, UnknownNameError
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import UpdateMeta
+from deltazoo.backends.update.dispatch import bind_conv
+from deltazoo.backends.update.explain import explain
+from deltazoo.backends.update.papers import papers
+from deltazoo.backends.update.registry import plugin_errors, resolve
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import Description
-from deltazoo.blocks.spec import StackSpec, preset
+from deltazoo.blocks.spec import document, presets
+from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class, dump_changed
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig

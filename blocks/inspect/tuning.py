@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from deltazoo.backends.devices import KNOWN_DEVICES, DeviceSpec
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.progress import Progress, silent
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import KNOWN_DEVICES, DeviceSpec
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import CudaRunner, refusals
 from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.inspect.benchmark import parse_shape, parse_update
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.core.delta_mixer import Update
 
 DEFAULT_SHAPES = ("dense_1x2048", "decode_64")  # without a stack and without shapes: a training row and decode steps

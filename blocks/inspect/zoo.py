@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 from deltazoo.blocks.inspect.catalog import MixerEntry, catalog
 from deltazoo.blocks.inspect.show import details
 from deltazoo.mixers.core.config import config_class

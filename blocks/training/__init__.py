@@ -1,1 +1,4 @@
-"""Training: text, the training loop, checkpoints and reports."""
+"""Training: the loop, its settings, optimizer and evaluation, and reports.
+
+Texts are in `blocks.data`, folders of weights in `blocks.checkpoints`.
+"""

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deltazoo.backends.errors import ConfigError, cut, unknown_field
-from deltazoo.backends.frozen_config import FrozenConfig
-from deltazoo.blocks.checkpointing import Checkpointing
-from deltazoo.blocks.training.text import Text, load_text
+from deltazoo.backends.io.errors import ConfigError, cut, unknown_field
+from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.blocks.data.text import Text, load_text
+from deltazoo.blocks.model.checkpointing import Checkpointing
 
 
 class TrainConfig(FrozenConfig):
@@ -26,8 +26,8 @@ class TrainConfig(FrozenConfig):
         validation_batches: batches per validation.
         dtype: compute dtype; "bfloat16" uses autocast and keeps the weights in float32.
         backend: as for `deltazoo.bind`.
-        compile: compile the model layer by layer, see `deltazoo.blocks.compilation`. False: the first step starts at
-            once, and each takes longer; without a CUDA device, updates whose backend is not named are eager too.
+        compile: compile the model layer by layer, see `deltazoo.blocks.model.compilation`. False: the first step starts
+            at once, and each takes longer; without a CUDA device, updates whose backend is not named are eager too.
         checkpointing: what the backward recomputes to save memory, see `LanguageModel.checkpoint_layers`.
     """
 

@@ -8,22 +8,23 @@ from typing import Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.frozen_config import FrozenConfig
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.io.output_path import output_folder
+from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.output_path import output_folder
-from deltazoo.backends.progress import Progress, silent
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.blocks.checkpoints import folder as checkpoint
+from deltazoo.blocks.checkpoints.lock import only_process
+from deltazoo.blocks.data.text import Text
 from deltazoo.blocks.generation.completion import Completion, Sampling, generate, load_for_completion
 from deltazoo.blocks.inspect.figure import why_no_plots
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.training import checkpoint, report
+from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.blocks.training import report
 from deltazoo.blocks.training.config import TrainConfig
-from deltazoo.blocks.training.lock import only_process
 from deltazoo.blocks.training.records import Training
-from deltazoo.blocks.training.text import Text
 from deltazoo.blocks.training.train import train
 from deltazoo.mixers.core.delta_mixer import Update
 

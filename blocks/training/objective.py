@@ -5,7 +5,7 @@ B batch, T time
 
 from torch import Tensor, nn
 
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers.core.mixer import Context
 
 

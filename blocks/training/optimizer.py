@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers.core.initialization import no_weight_decay
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.measure.benchmark import Benchmark
-from deltazoo.backends.output_path import output_path
 from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.blocks.training.records import Training
 

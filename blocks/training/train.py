@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import BaseModel, ValidationError
 
-from deltazoo.backends.allocation import sizes_in_memory_errors
-from deltazoo.backends.check import check_type
-from deltazoo.backends.devices import cxx_compiler, usable_device
-from deltazoo.backends.errors import ConfigError, ValueRangeError
-from deltazoo.backends.frozen_config import describe_errors
-from deltazoo.backends.progress import Progress, silent
-from deltazoo.blocks.compilation import check_updates, compile_layers, run_eagerly
-from deltazoo.blocks.losses import Losses
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.training import checkpoint
+from deltazoo.backends.io.errors import ConfigError, ValueRangeError
+from deltazoo.backends.io.frozen_config import describe_errors
+from deltazoo.backends.io.progress import Progress, silent
+from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
+from deltazoo.backends.torch_ext.devices import cxx_compiler, usable_device
+from deltazoo.backends.update.check import check_type
+from deltazoo.blocks.checkpoints import folder as checkpoint
+from deltazoo.blocks.checkpoints.lock import only_process
+from deltazoo.blocks.data.text import BYTES, Batch, Text, even_crops, random_crops
+from deltazoo.blocks.model.compilation import check_updates, compile_layers, run_eagerly
+from deltazoo.blocks.model.losses import Losses
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig, text_of_run
 from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
-from deltazoo.blocks.training.lock import only_process
 from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.records import Change, Point, Training, in_order, now
 from deltazoo.blocks.training.rules import differences, refused
-from deltazoo.blocks.training.text import BYTES, Batch, Text, even_crops, random_crops
 from deltazoo.blocks.training.warm_up import compile_with_progress
 
 _log = logging.getLogger("deltazoo")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.errors import count
-from deltazoo.blocks.layer import Layer, LayerSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.backends.io.errors import count
+from deltazoo.blocks.model.layer import Layer, LayerSpec
+from deltazoo.blocks.model.stack import LanguageModel
 
 _log = logging.getLogger("deltazoo")
 

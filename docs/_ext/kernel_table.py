@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from deltazoo.backends import registry
-from deltazoo.backends.explain import explain
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.explain import explain
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 

@@ -7,8 +7,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.check import FLOAT_DTYPES
 from deltazoo.backends.torch_ext.modes import fake_mode_of
+from deltazoo.backends.update.check import FLOAT_DTYPES
 
 
 def activation_like(*modules: nn.Module) -> Tensor:

@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from deltazoo.backends import registry
-from deltazoo.backends.errors import ConfigError, PluginError, cut, nearest
-from deltazoo.backends.frozen_config import changed_fields, describe_errors
+from deltazoo.backends.io.errors import ConfigError, PluginError, cut, nearest
+from deltazoo.backends.io.frozen_config import changed_fields, describe_errors
+from deltazoo.backends.update import registry
 from deltazoo.mixers.core.mixer import MixerConfig
 
 

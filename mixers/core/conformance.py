@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.errors import UnknownNameError
+from deltazoo.backends.io.errors import UnknownNameError
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place
 from deltazoo.mixers.core.state import rollback_, snapshot
 

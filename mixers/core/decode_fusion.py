@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
+from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.mixers.core.part import Fusible, StatelessOutputPart
 

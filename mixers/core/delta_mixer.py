@@ -10,12 +10,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateMeta, state_dtype
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.decode_step import FusedDecodeStep
-from deltazoo.backends.dispatch import BoundUpdate, bind
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, state_dtype
+from deltazoo.backends.update.check import check_integer
+from deltazoo.backends.update.dispatch import BoundUpdate, bind
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion

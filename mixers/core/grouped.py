@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.grouped import expand_rows, grouped_linear
+from deltazoo.backends.ops.grouped import expand_rows, grouped_linear
 from deltazoo.backends.torch_ext.plain_module import is_plain
 
 

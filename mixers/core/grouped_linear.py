@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.grouped import grouped_linear
+from deltazoo.backends.ops.grouped import grouped_linear
 
 
 class Groups(NamedTuple):

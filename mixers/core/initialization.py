@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from deltazoo.backends.errors import PluginError, cut
+from deltazoo.backends.io.errors import PluginError, cut
 
 Built = TypeVar("Built", bound=nn.Module)
 Arguments = ParamSpec("Arguments")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from deltazoo.backends.base import Backend
-from deltazoo.backends.frozen_config import FrozenConfig
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import drawn_in_float32, init_weights
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.patterns import Term

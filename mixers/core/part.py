@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend, UpdateInputs, state_dtype
-from deltazoo.backends.decode_step import FusedDecodeStep
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import Context
 
@@ -134,7 +134,7 @@ class Stateful(ABC):
 
 
 class Fusible(nn.Module, ABC):
-    """Part that a decode kernel can compute together with the update (`deltazoo.backends.decode_step`).
+    """Part that a decode kernel can compute together with the update (`deltazoo.backends.ops.decode_step`).
 
     Only the projection may have a state. The declaration does not extend to subclasses: a subclass may compute
     something else, so it must define `fuse_into` itself to be fused.

@@ -5,7 +5,7 @@
     At(Attention(), [2, 7], over=GatedDeltaNet())               layers 2 and 7; all others are gated_deltanet
     Spread(Attention(), 0.08, over=Mamba2())                    8 % of the layers, evenly spaced
 
-`deltazoo.blocks.pattern` parses patterns from text and expands them to a given depth.
+`deltazoo.blocks.spec.pattern` parses patterns from text and expands them to a given depth.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltazoo.backends.errors import PatternError
+from deltazoo.backends.io.errors import PatternError
 
 
 class Term:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.check import FLOAT_DTYPES
-from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
+from deltazoo.backends.io.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
-from deltazoo.backends.varlen import packing_problems, sequence_index, valid_sequence_index
+from deltazoo.backends.update.check import FLOAT_DTYPES
+from deltazoo.backends.update.varlen import packing_problems, sequence_index, valid_sequence_index
 from deltazoo.mixers.core.activations import compute_device
 from deltazoo.mixers.core.mixer import Context
 

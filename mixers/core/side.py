@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.errors import InputError
+from deltazoo.backends.io.errors import InputError
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 
 

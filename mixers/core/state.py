@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 
-from deltazoo.backends.errors import StateError
-from deltazoo.backends.output_path import output_path
+from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.io.output_path import output_path
 from deltazoo.mixers.core.mixer import State
 
 

@@ -5,12 +5,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from deltazoo.backends.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
+from deltazoo.backends.update.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputPart
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.beta import Beta, ChannelBeta
+from deltazoo.mixers.parts.gates.beta import Beta, ChannelBeta
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection, Streams
 
 NEGATIVE_EIGENVALUES = "off; both: double the erase and write strengths; erase: double only the erase strength"

@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import state_dtype
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update.base import state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterMixer
-from deltazoo.mixers.parts.token_scan import TokenScan
+from deltazoo.mixers.parts.memory.token_scan import TokenScan
 
 
 class FastWeightMixer(FilterMixer, ABC):

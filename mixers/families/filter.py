@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.check import check_integer
+from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
@@ -20,7 +20,7 @@ from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_stat
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
+from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
 
 class FilterConfig(MixerConfig, ABC):

@@ -10,9 +10,9 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.check import check_integer
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, MixerOutput, Place
@@ -28,7 +28,7 @@ from deltazoo.mixers.core.sequences import (
 )
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.update import update_flops
-from deltazoo.mixers.parts.log_linear import MAX_LEVELS, LogLinearUpdate
+from deltazoo.mixers.parts.memory.log_linear import MAX_LEVELS, LogLinearUpdate
 
 
 class LogLinearConfig(FilterConfig, ABC):

@@ -8,12 +8,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.io.errors import StateError
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterMixer
-from deltazoo.mixers.parts.caches import KVCache, append_tokens, check_capacity, required_capacity
-from deltazoo.mixers.parts.softmax_attention import attend_cache, attend_packed
+from deltazoo.mixers.parts.attention.caches import KVCache, append_tokens, check_capacity, required_capacity
+from deltazoo.mixers.parts.attention.softmax_attention import attend_cache, attend_packed
 
 
 class TokenCacheMixer(FilterMixer, ABC):

@@ -7,10 +7,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from deltazoo.backends.base import Backend
-from deltazoo.backends.check import check_integer
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.check import check_integer
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.initialization import build_in_any_order
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Cost, MixerConfig, Place

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.base import Backend
-from deltazoo.backends.dispatch import bind_conv
-from deltazoo.backends.short_conv import ConvInputs, ConvPart, shifted_taps
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, shifted_taps
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.dispatch import bind_conv
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
@@ -22,7 +22,7 @@ class ShortConv(Groupable, HasBackend):
     """y_t = sum_i weight_i x_(t - taps + 1 + i) + bias for each channel; x_t is zero before the first token.
 
     Computed in float32 (float64 for float64 inputs) together with each part's SiLU and norm, by the backend's kernel or
-    in plain PyTorch (`deltazoo.backends.short_conv`). The window does not cross the boundaries of packed sequences.
+    in plain PyTorch (`deltazoo.backends.ops.short_conv`). The window does not cross the boundaries of packed sequences.
 
     Args:
         channels: C.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs, state_dtype, without_autocast
+from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, ResizesHeads
 

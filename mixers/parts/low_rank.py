@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.base import state_dtype
+from deltazoo.backends.update.base import state_dtype
 
 
 class Ranks(NamedTuple):

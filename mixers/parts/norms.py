@@ -1,7 +1,7 @@
 """Norms of a vector, of each head's output, and of q and k, in float32.
 
 They are plain PyTorch, which Inductor fuses; in training on a GPU the norms of a layer, and a norm of heads with the
-gate after it, are kernels (`deltazoo.backends.rms_norm`).
+gate after it, are kernels (`deltazoo.backends.ops.rms_norm`).
 
 B batch, T time, H key heads, HV value heads, K key width, V value width
 """
@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
-from deltazoo.backends.decode_step import FusedDecodeStep
-from deltazoo.backends.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported
-from deltazoo.backends.rms_norm import rms_norm as rms_norm
+from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported
+from deltazoo.backends.ops.rms_norm import rms_norm as rms_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -27,7 +27,7 @@ from deltazoo.mixers.core.part import (
     OutputPart,
     StatelessOutputPart,
 )
-from deltazoo.mixers.parts.output_gates import OutputGate
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 
 NormKind = Literal["rms", "layer"]
 UnitNormKind = Literal["l2", "l1"]
@@ -179,7 +179,7 @@ class UnitNorm(OperandPart):
 def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return x + branch, or x without a branch, and its norm; in training on a GPU by one kernel.
 
-    Use the first result instead of x from here on (`deltazoo.backends.rms_norm.add_rms_norm`).
+    Use the first result instead of x from here on (`deltazoo.backends.ops.rms_norm.add_rms_norm`).
     """
     if type(norm) is RMSNorm and norm.weight is not None and _has_kernel(norm, norm.weight, x):
         return add_rms_norm(x, branch, norm.weight, norm.eps)

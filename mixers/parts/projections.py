@@ -10,10 +10,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.decode_step import FusedDecodeStep
-from deltazoo.backends.short_conv import ConvPart, apply_silu_and_norm
+from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.short_conv import ConvPart, apply_silu_and_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal
@@ -26,8 +26,8 @@ Streams = Literal["", "q", "k", "v", "qk", "qkv"]
 class QKVProjection(Groupable, Fusible, Stateful):
     """q, k, v = W x by one linear map, then optionally a short convolution, SiLU and an L2 norm of each head.
 
-    Activation and norm are computed together with the convolution (`deltazoo.backends.short_conv`). Other activations
-    of q and k are in `feature_maps.FeatureMap`, other norms in `norms.UnitNorm`.
+    Activation and norm are computed together with the convolution (`backends.ops.short_conv`). Other activations of
+    q and k are in `feature_maps.FeatureMap`, other norms in `norms.UnitNorm`.
 
     Args:
         conv_width: taps of the convolution; 0: none.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, state_dtype
 from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import OperandPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts

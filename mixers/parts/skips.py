@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.base import state_dtype
-from deltazoo.backends.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.update.base import state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OutputArguments, OutputPart
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.plan import Plan, make_plan

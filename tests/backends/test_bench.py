@@ -6,15 +6,15 @@ import time
 import pytest
 import torch
 
-from deltazoo.backends.base import Backend, UpdateOutput
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.measure.compare import Earlier, read_earlier
+from deltazoo.backends.measure.shapes import TINY, Shape
 from deltazoo.backends.measure.timing import MAX_LEAD, time_interleaved
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import TINY, Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import Backend, UpdateOutput
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.spec import UpdateSpec
 
 GATED = UpdateSpec(decay="head", beta="head")
 PLAIN = TINY[0]

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from deltazoo import bind, update, validate
-from deltazoo.backends import check as checks
-from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.check import check
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import DeviceError, DtypeError, InputError, OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update import check as checks
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.check import check
+from deltazoo.backends.update.spec import UpdateSpec
 
 GDN = UpdateSpec(decay="head", beta="head")
 SHAPE = Shape("small", B=2, T=3, H=2, HV=4, K=5, V=6)

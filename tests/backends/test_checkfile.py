@@ -3,10 +3,10 @@
 import pytest
 
 from deltazoo import UpdateSpec, conformance
-from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.conformance import SHAPES, Case
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update.base import UpdateOutput
+from deltazoo.backends.update.reference import ReferenceBackend
 
 
 class Overflows(ReferenceBackend):

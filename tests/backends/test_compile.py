@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends import conformance
-from deltazoo.backends.base import Backend, UpdateInputs, UpdateOutput, state_dtype
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import Case
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.errors import ConfigError, UnsupportedError
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError, UnsupportedError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateOutput, state_dtype
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.spec import UpdateSpec
 
 # Four specs that reach every branch of the code that is traced; the specs of the zoo are marked slow below.
 TRACED = {

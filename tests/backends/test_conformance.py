@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from deltazoo import UpdateSpec, conformance, use_backend
-from deltazoo.backends.base import UpdateOutput
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, checks, draw
 from deltazoo.backends.conformance.cache import TensorCache
 from deltazoo.backends.conformance.compare import LIMITS, draw_cotangents, reference_results, run
 from deltazoo.backends.conformance.pairwise import DTYPES
-from deltazoo.backends.errors import UnknownNameError, UnsupportedError
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.io.errors import UnknownNameError, UnsupportedError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.base import UpdateOutput
+from deltazoo.backends.update.reference import ReferenceBackend
 
 # Comparisons of the reference with itself cannot fail. It is eager code: torch.compile would unroll it over T.
 NOT_FOR_REFERENCE = (

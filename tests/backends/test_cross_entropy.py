@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from deltazoo.backends import cross_entropy
-from deltazoo.backends.cross_entropy import chunk_tokens, linear_cross_entropy, padded_vocabulary
-from deltazoo.backends.errors import DtypeError, ShapeError, ValueRangeError
+from deltazoo.backends.io.errors import DtypeError, ShapeError, ValueRangeError
+from deltazoo.backends.ops import cross_entropy
+from deltazoo.backends.ops.cross_entropy import chunk_tokens, linear_cross_entropy, padded_vocabulary
 from deltazoo.backends.torch_ext.wide_product import add_product_
 
 
@@ -307,7 +307,7 @@ def test_unusable_arguments_are_refused():
 
 MEASURE = """
 import resource, sys, torch
-from deltazoo.backends.cross_entropy import linear_cross_entropy
+from deltazoo.backends.ops.cross_entropy import linear_cross_entropy
 N, D, L = 8192, 16, 8192
 x, weight = torch.randn(N, D, requires_grad=True), torch.randn(L, D, requires_grad=True)
 targets = torch.randint(0, L, (N,))

@@ -14,12 +14,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo import Backend, BoundUpdate, UpdateMeta, UpdateSpec, bind, explain, update, use_backend
-from deltazoo.backends import dispatch, registry
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.errors import ConfigError, PluginError, UnknownNameError, UnsupportedError
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import SHAPES, Shape
+from deltazoo.backends.io.errors import ConfigError, PluginError, UnknownNameError, UnsupportedError
+from deltazoo.backends.measure.shapes import SHAPES, Shape
+from deltazoo.backends.update import dispatch, registry
+from deltazoo.backends.update.reference import ReferenceBackend
 
 GDN = UpdateSpec(decay="head", beta="head")
 CPU = UpdateMeta("cpu", torch.float32, H=2, HV=2, K=4, V=4)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from deltazoo import Draft, UpdateInputs, UpdateSpec, bind, watch
-from deltazoo.backends.base import slice_tokens
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.conformance.drafts import compare_draft
-from deltazoo.backends.errors import DeviceError, DtypeError, OperandError, ShapeError
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.io.errors import DeviceError, DtypeError, OperandError, ShapeError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.base import slice_tokens
+from deltazoo.backends.update.reference import ReferenceBackend
 
 GATED = UpdateSpec(decay="head", beta="head")
 SPECS = {

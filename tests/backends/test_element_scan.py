@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.compile import element_scan as module
 from deltazoo.backends.compile.element_scan import ElementOperands, element_scan
 from deltazoo.backends.compile.operator_body import body
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.spec import UpdateSpec
 
 CASES = list(itertools.product(["none", "fixed", "head", "channel", "rate"], ["after", "before"], [1, 2]))
 

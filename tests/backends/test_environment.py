@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from deltazoo.backends.devices import products_in_tf32
+from deltazoo.backends.torch_ext.devices import products_in_tf32
 
 # Every torch setting that may allow tf32 -> whether float32 products use it.
 SETTINGS = {
@@ -24,7 +24,7 @@ SETTINGS = {
 def test_tf32_allowed_follows_every_torch_setting():
     code = (
         "import os, sys, torch\n"
-        "from deltazoo.backends.devices import tf32_allowed\n"
+        "from deltazoo.backends.torch_ext.devices import tf32_allowed\n"
         "for setting in sys.argv[1:]:\n"
         "    if os.fork() == 0:\n"
         "        exec(setting)\n"

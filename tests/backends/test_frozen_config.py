@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from deltazoo import DeltazooError, Sampling, UpdateSpec
-from deltazoo.backends.errors import ConfigError, cut
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.io.errors import ConfigError, cut
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.train import TrainConfig
 from deltazoo.mixers import KDA, GatedDeltaNet, MoM, parse
 

@@ -18,13 +18,9 @@ from torch.autograd import forward_ad
 from triton_cases import DEVICE, DTYPES, INTERPRETED, needs_triton
 
 from deltazoo import UpdateSpec, bind, mixers, watch
-from deltazoo.backends import registry
-from deltazoo.backends.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.conformance import decode_step as conformance
 from deltazoo.backends.conformance.decode_step import FusedOperands, draw_step, reference_step
-from deltazoo.backends.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.dispatch import BoundUpdate
-from deltazoo.backends.errors import (
+from deltazoo.backends.io.errors import (
     DeviceError,
     DtypeError,
     OperandError,
@@ -32,15 +28,19 @@ from deltazoo.backends.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.short_conv import ConvPart
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
+from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
+from deltazoo.backends.update.dispatch import BoundUpdate
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import Context, MixerConfig
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.part import OutputArguments

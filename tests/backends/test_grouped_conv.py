@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from deltazoo.backends import grouped_conv as module
-from deltazoo.backends.grouped_conv import BLOCK, grouped_conv
-from deltazoo.backends.short_conv import ConvInputs, ConvPart, short_conv
+from deltazoo.backends.ops import grouped_conv as module
+from deltazoo.backends.ops.grouped_conv import BLOCK, grouped_conv
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, short_conv
 
 C, W = 3, 4
 # two sequences for each of three groups: some longer than a block, shorter than the window, or empty

@@ -10,7 +10,7 @@ import torch
 from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
 from compiling import Compiler, launch_update
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import backend
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem

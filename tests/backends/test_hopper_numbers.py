@@ -10,8 +10,8 @@ from triton_cases import IN_16_BITS, INTERPRETED, SPECS, assert_conforms, errors
 
 from deltazoo import UpdateSpec, conformance
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, plan, problem
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of

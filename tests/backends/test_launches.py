@@ -12,8 +12,8 @@ from triton_cases import CONFIGS, DEVICE, INTERPRETED, SHAPES, SPECS
 from deltazoo import UpdateMeta, UpdateSpec, bind, explain, watch
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.pairwise import pairwise_with
-from deltazoo.backends.devices import INTERPRETER, DeviceSpec
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend, launcher
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.arguments import Tensors

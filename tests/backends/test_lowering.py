@@ -5,11 +5,11 @@ import pytest
 import torch
 from scipy.linalg import expm
 
-from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.lowering import exact_factor, log_decay, strengths
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.lowering import exact_factor, log_decay, strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 SHAPE = Shape("small", B=2, T=5, H=2, HV=4, K=3, V=2)
 POINTS = [

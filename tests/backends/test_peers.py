@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, explain
-from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.peers.cudnn import CudnnBackend
 from deltazoo.backends.peers.fla import FlaBackend
 from deltazoo.backends.peers.flash_qla import FlashQlaBackend
 from deltazoo.backends.peers.flashinfer import FlashInferBackend
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.reference import ReferenceBackend
 
 GATED = UpdateSpec(decay="head", beta="head")
 PEERS = (CudnnBackend, FlaBackend, FlashQlaBackend, FlashInferBackend)

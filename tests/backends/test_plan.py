@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from deltazoo import UpdateSpec, bind, explain
-from deltazoo.backends.base import UpdateMeta
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, launcher
 from deltazoo.backends.triton import limits as triton_limits
 from deltazoo.backends.triton import problem as problems
@@ -24,6 +23,7 @@ from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL, saves_16_bits
 from deltazoo.backends.triton.show import problem_for
 from deltazoo.backends.triton.support import Kernel, Support, fixed_options, fixed_tiles, per_segment
+from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.mixers import Comba, PreconditionedDeltaNet
 
 pytest.importorskip("triton", reason="the kernels need the package triton")

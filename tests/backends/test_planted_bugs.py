@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from deltazoo import conformance
-from deltazoo.backends.base import UpdateOutput, has_time_axis, slice_tokens, state_dtype
 from deltazoo.backends.conformance import checks
 from deltazoo.backends.conformance.decode_step import FusedOperands, reference_step
-from deltazoo.backends.decode_step import FusedDecodeInputs
-from deltazoo.backends.lowering import log_decay
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.ops.decode_step import FusedDecodeInputs
+from deltazoo.backends.update.base import UpdateOutput, has_time_axis, slice_tokens, state_dtype
+from deltazoo.backends.update.lowering import log_decay
+from deltazoo.backends.update.reference import ReferenceBackend
 
 
 class Correct(ReferenceBackend):

@@ -9,9 +9,9 @@ from triton_cases import DEVICE, GATED, INTERPRETED, needs_triton
 from deltazoo import bind
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
-from deltazoo.backends.devices import INTERPRETER, DeviceSpec
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.short_conv import ConvInputs
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.ops.short_conv import ConvInputs
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.triton import TritonBackend, decode_op, op, precompile
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton import problem as problems

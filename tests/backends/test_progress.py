@@ -11,7 +11,7 @@ import deltazoo
 from deltazoo import UpdateInputs, UpdateSpec
 from deltazoo.backends import CompileBackend
 from deltazoo.backends.compile import backend as compile_backend
-from deltazoo.backends.progress import ProgressLines, notice_if_slow
+from deltazoo.backends.io.progress import ProgressLines, notice_if_slow
 
 
 class Stream(io.StringIO):
@@ -28,9 +28,9 @@ class Stream(io.StringIO):
 @pytest.fixture
 def stderr(monkeypatch):
     """A terminal as stderr; a notice follows after a tenth of a second."""
-    monkeypatch.setattr("deltazoo.backends.progress._SLOW", 0.1)
+    monkeypatch.setattr("deltazoo.backends.io.progress._SLOW", 0.1)
     stream = Stream(is_terminal=True)
-    monkeypatch.setattr("deltazoo.backends.progress.sys", SimpleNamespace(stderr=stream))
+    monkeypatch.setattr("deltazoo.backends.io.progress.sys", SimpleNamespace(stderr=stream))
     return stream
 
 
@@ -55,7 +55,7 @@ def test_a_fast_block_prints_nothing(stderr):
 
 def test_progress_announces_a_long_start_and_then_prints_every_ten_seconds(stderr, monkeypatch):
     now = iter([0.0, 1.0, 2.0, 9.0, 12.0])
-    monkeypatch.setattr("deltazoo.backends.progress.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("deltazoo.backends.io.progress.time", SimpleNamespace(monotonic=lambda: next(now)))
     progress = ProgressLines()
     for done, note in enumerate(["compiling", "a", "b", "c"]):
         progress("training", done, 9, note)
@@ -71,7 +71,7 @@ def test_progress_of_a_short_task_without_a_note_prints_nothing(stderr):
 
 @pytest.mark.parametrize("stream", [Stream(is_terminal=False), None])
 def test_nothing_is_printed_without_a_terminal(stderr, monkeypatch, stream):
-    monkeypatch.setattr("deltazoo.backends.progress.sys", SimpleNamespace(stderr=stream))
+    monkeypatch.setattr("deltazoo.backends.io.progress.sys", SimpleNamespace(stderr=stream))
     with notice_if_slow("compiling"):
         time.sleep(0.3)
     assert stream is None or stream.getvalue() == ""

@@ -8,13 +8,13 @@ import pytest
 import torch
 from scipy.linalg import expm
 
-from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.conformance.pairwise import every_spec, pairwise_cases
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.spec import UpdateSpec
 
 SMALL = Shape("small", B=2, T=4, H=1, HV=2, K=3, V=2)
 PACK = Shape("small_pack", B=1, T=5, H=2, HV=2, K=3, V=2, lengths=(3, 0, 2))

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from deltazoo import UpdateMeta, UpdateSpec, explain
-from deltazoo.backends import registry
-from deltazoo.backends.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.io.errors import ConfigError, DuplicateNameError, PluginError, UnknownNameError
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.reference import ReferenceBackend
 
 MODULE = """
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.update.reference import ReferenceBackend
 
 class Mine(ReferenceBackend):
     name = "mine"

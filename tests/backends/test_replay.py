@@ -11,8 +11,8 @@ from triton_cases import CONFIGS, INTERPRETED, SHAPES, SPECS
 
 from deltazoo import bind, watch
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import TritonBackend, backend, launcher, replay
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.limits import limits_of

@@ -12,17 +12,17 @@ import pytest
 import torch
 from compiling import Compiler, launch_update, ptx_hash
 
-from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.heuristic import heuristic
 from deltazoo.backends.triton.operands import StepKind, StepOperands
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.revisions import REVISIONS
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.spec import UpdateSpec
 
 pytestmark = pytest.mark.kernels
 TRITON = "3.7.1"

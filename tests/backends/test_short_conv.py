@@ -19,8 +19,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.dispatch import bind_conv, use_backend
-from deltazoo.backends.errors import (
+from deltazoo.backends.io.errors import (
     DeviceError,
     DtypeError,
     ShapeError,
@@ -28,10 +27,11 @@ from deltazoo.backends.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton import short_conv as conv
+from deltazoo.backends.update.dispatch import bind_conv, use_backend
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import KDA, Context, DeltaNet, GatedDeltaNet, Hyena, Mesa, MixerConfig
 from deltazoo.mixers.core.mixer import Mixer
 from deltazoo.mixers.parts.convolution import ShortConv

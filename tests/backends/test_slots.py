@@ -5,10 +5,10 @@ import torch
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
-from deltazoo.backends.dispatch import bind
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend(), CompileBackend(compiled=False)], ids=lambda x: x.name)

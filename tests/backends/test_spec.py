@@ -6,14 +6,14 @@ from collections import defaultdict
 import pytest
 import torch
 
-from deltazoo.backends.base import UpdateInputs
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.conformance.pairwise import AXES, every_spec, pairs_of, pairwise, pairwise_cases
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.papers import papers
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import SHAPES
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.measure.shapes import SHAPES
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.papers import papers
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.backends.update.spec import UpdateSpec
 
 REFUSED = [
     ({"transition": "additive", "reparam": "efla"}, "reparam='efla' needs the delta rule"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel, problem_of
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.triton import table as tables
 from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.heuristic import heuristic

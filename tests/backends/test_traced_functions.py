@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from deltazoo.backends import grouped_conv
 from deltazoo.backends.compile.intra_chunk_channel import _DecayedKeys
+from deltazoo.backends.ops import grouped_conv
 
 
 class Results(TorchFunctionMode):

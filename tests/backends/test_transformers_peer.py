@@ -6,9 +6,9 @@ import torch
 from deltazoo import UpdateMeta, UpdateSpec
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.peers.transformers import TransformersBackend
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.update.reference import ReferenceBackend
 
 pytest.importorskip("transformers", minversion="5.23", reason="the adapter is written for transformers 5.23")
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.base import Backend, UpdateInputs
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance import SHAPES, Case, draw
-from deltazoo.backends.errors import UnsupportedError
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.io.errors import UnsupportedError
+from deltazoo.backends.update.base import Backend, UpdateInputs
+from deltazoo.backends.update.reference import ReferenceBackend
 
 SPECS = {
     "gated delta": UpdateSpec(decay="head", beta="head"),

@@ -25,19 +25,19 @@ from triton_cases import (
 )
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, conformance, update, watch
-from deltazoo.backends.base import slice_tokens
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.drafts import compare_draft
-from deltazoo.backends.errors import OperandError
+from deltazoo.backends.io.errors import OperandError
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.backends.shapes import TINY, Shape
+from deltazoo.backends.measure.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.decode_op import decode_operands
 from deltazoo.backends.triton.op import chunk_scan
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 from deltazoo.backends.triton.plan import windows_of
 from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.update.base import slice_tokens
+from deltazoo.backends.update.reference import ReferenceBackend
 
 pytestmark = needs_triton
 

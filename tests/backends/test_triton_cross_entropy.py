@@ -10,8 +10,8 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
-from deltazoo.backends import cross_entropy
-from deltazoo.backends.cross_entropy import linear_cross_entropy
+from deltazoo.backends.ops import cross_entropy
+from deltazoo.backends.ops.cross_entropy import linear_cross_entropy
 from deltazoo.backends.triton import cross_entropy as kernel
 from deltazoo.backends.triton.cross_entropy import is_supported, losses_
 

@@ -12,8 +12,8 @@ from triton_cases import DEVICE, DTYPES, INTERPRETED, assert_conforms, needs_tri
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, watch
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.devices import INTERPRETER, DeviceSpec
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.triton import LaunchConfig, TritonBackend
 from deltazoo.backends.triton.element.config import (
     ElementConfig,

@@ -9,10 +9,10 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
-from deltazoo.backends import glu_linear as module
-from deltazoo.backends.glu_linear import glu_linear
+from deltazoo.backends.ops import glu_linear as module
+from deltazoo.backends.ops.glu_linear import glu_linear
 from deltazoo.backends.triton import glu as launches
-from deltazoo.blocks.mlp import Dense
+from deltazoo.blocks.model.mlp import Dense
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 DTYPES = list(TOLERANCE)[: 2 if INTERPRETED else 3]

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from deltazoo import UpdateInputs, UpdateSpec, bind, conformance, watch
-from deltazoo.backends.base import slice_tokens
 from deltazoo.backends.conformance import Case, draw
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.update.base import slice_tokens
 from deltazoo.mixers import GatedDeltaNet
 
 pytestmark = [

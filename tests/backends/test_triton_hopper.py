@@ -19,8 +19,8 @@ from triton_cases import (
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.compare import limit
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 
 pytestmark = needs_triton

@@ -7,11 +7,11 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
-from deltazoo.backends import rms_norm as module
-from deltazoo.backends.rms_norm import add_rms_norm, gated_rms_norm
+from deltazoo.backends.ops import rms_norm as module
+from deltazoo.backends.ops.rms_norm import add_rms_norm, gated_rms_norm
 from deltazoo.backends.triton import norm as launches
-from deltazoo.blocks.layer import LayerSpec
-from deltazoo.blocks.mlp import Dense
+from deltazoo.blocks.model.layer import LayerSpec
+from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers import GatedDeltaNet
 from deltazoo.mixers.core.mixer import Place
 

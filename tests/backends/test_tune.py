@@ -7,9 +7,8 @@ import torch
 from tune_cases import FORWARD, GATED, HOPPER, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel, problem_of
 
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.heuristic import heuristic
@@ -19,6 +18,7 @@ from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target, candidates
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of
 from deltazoo.backends.tuning.tune import TuneConfig, kernels_of, plan, tune
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def test_fastest_correct_launch_of_each_kernel_is_stored_with_its_gain(tmp_path):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltazoo.backends.compile.packing import packing
-from deltazoo.backends.varlen import sequence_index, valid_sequence_index
+from deltazoo.backends.update.varlen import sequence_index, valid_sequence_index
 
 BOUNDS = [0, 0, 3, 3, 4, 7, 7]
 INDEX = [1, 1, 1, 3, 4, 4, 4, 6, 6]  # 6: rows 7 and 8 are in no sequence

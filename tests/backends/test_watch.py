@@ -7,10 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from deltazoo import UpdateInputs, UpdateSpec, bind, update, watch
-from deltazoo.backends import watch as watching
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.dispatch import bind_conv
-from deltazoo.backends.short_conv import ConvInputs, ConvPart
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart
+from deltazoo.backends.update import watch as watching
+from deltazoo.backends.update.dispatch import bind_conv
 
 GATED = UpdateSpec(decay="head", beta="head")
 EAGER = CompileBackend(compiled=False)

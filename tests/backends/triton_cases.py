@@ -12,7 +12,7 @@ import torch
 from deltazoo import UpdateInputs, UpdateSpec, conformance
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.compare import draw_cotangents, reference_results, relative_error, run
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend

@@ -2,14 +2,14 @@
 
 import torch
 
-from deltazoo.backends.devices import DeviceSpec
 from deltazoo.backends.measure.environment import environment
-from deltazoo.backends.shapes import SHAPES
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import SHAPES
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.tuning import candidates
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.tune import Runner, TuneConfig
+from deltazoo.backends.update.spec import UpdateSpec
 
 GATED = UpdateSpec(decay="head", beta="head")
 T900 = DeviceSpec("NVIDIA T900", "cuda", (8, 0), 132, 232448, "3.6.0")

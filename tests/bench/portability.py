@@ -54,7 +54,7 @@ Problem = tuple[str, str, str, int, str]  # device, update ("" for WITHOUT_UPDAT
 
 
 def device_of(name: str, triton: str) -> Any:
-    from deltazoo.backends.devices import DeviceSpec
+    from deltazoo.backends.torch_ext.devices import DeviceSpec
 
     gpu, capability, shared = DEVICES[name]
     return DeviceSpec(gpu, "cuda", capability, 4, shared, triton)  # 4 processors: no segments
@@ -64,9 +64,9 @@ def refusals(device: str, update: str, dtype: str, width: int, kind: str, triton
     """What the backend says about a problem."""
     import torch
 
-    from deltazoo.backends.base import UpdateMeta
-    from deltazoo.backends.spec import UpdateSpec
     from deltazoo.backends.triton import TritonBackend
+    from deltazoo.backends.update.base import UpdateMeta
+    from deltazoo.backends.update.spec import UpdateSpec
 
     backend = TritonBackend()
     backend._interpreted = False
@@ -128,14 +128,14 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
 
     from deltazoo.backends.conformance import Case
     from deltazoo.backends.conformance.cases import draw
-    from deltazoo.backends.shapes import Shape
-    from deltazoo.backends.spec import UpdateSpec
+    from deltazoo.backends.measure.shapes import Shape
     from deltazoo.backends.triton import decode
     from deltazoo.backends.triton import problem as problems
     from deltazoo.backends.triton.decode_op import decode_operands
     from deltazoo.backends.triton.heuristic import heuristic
     from deltazoo.backends.triton.lower import computes_in_float32, splits_terms
     from deltazoo.backends.triton.registry import saves_16_bits
+    from deltazoo.backends.update.spec import UpdateSpec
 
     name, update, dtype_name, width, kind = problem
     device, dtype = device_of(name, triton), getattr(torch, dtype_name)
@@ -174,8 +174,8 @@ def launch_without_update(kind: str, dtype: Any, width: int) -> None:
     """Run the launch code of another kernel of a layer, with heads of `width`, on CPU tensors."""
     import torch
 
-    from deltazoo.backends.base import ConvInputs
     from deltazoo.backends.triton import cross_entropy, glu, norm, short_conv
+    from deltazoo.backends.update.base import ConvInputs
 
     heads, tokens = 4, 200
     x, weight = torch.empty(1, tokens, heads, width, dtype=dtype), torch.empty(width, dtype=dtype)

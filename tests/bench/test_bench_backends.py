@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from deltazoo.backends import registry
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import meta_of
-from deltazoo.backends.dispatch import bind
+from deltazoo.backends.measure.shapes import CPU, GPU, Shape
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction, Workload
-from deltazoo.backends.registry import resolve
-from deltazoo.backends.shapes import CPU, GPU, Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.dispatch import bind
+from deltazoo.backends.update.registry import resolve
+from deltazoo.backends.update.spec import UpdateSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPECS = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from deltazoo.backends import registry
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.dispatch import use_backend
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.dispatch import use_backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, LENGTH = (2048, 4096) if DEVICE.type == "cuda" else (128, 256)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltazoo.blocks import presets
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec import presets
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = [name for name in presets.names() if name.endswith("-small")]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.blocks.spec import LayerSpec, StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
 from deltazoo.mixers import Attention, GatedDeltaNet, SlidingWindow
 
 VOCAB = 29

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.blocks import compile_layers
 from deltazoo.blocks.generation.generate import Decoder, generate_tokens
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Context
 
 # RetNet normalises groups of channels, and a MoE groups its rows.

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.generation.completion import Sampling, generate
 from deltazoo.blocks.generation.generate import generate_tokens
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 SPEC = StackSpec(
     width=16,

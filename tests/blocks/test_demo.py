@@ -6,14 +6,14 @@ import sys
 import matplotlib.image
 import pytest
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig
 from deltazoo.backends.measure.table import three_digits
+from deltazoo.blocks.data.text import load_text
 from deltazoo.blocks.generation.completion import Sampling, generate, load_for_completion
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
 from deltazoo.blocks.training.demo import BASELINES, HYBRID, Demo, DemoConfig, demo
-from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import TrainConfig
 
 TINY = "{{width: 16, depth: 2, vocab: 256, pattern: '{}', mlp: {{width: 16}}}}"

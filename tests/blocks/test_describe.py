@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import deltazoo
 from deltazoo.blocks.inspect.describe import describe
-from deltazoo.blocks.layer import LayerSpec
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.moe import MoE
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.model.layer import LayerSpec
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.moe import MoE
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Attention, GatedDeltaNet, Mamba2, MoM
 from deltazoo.mixers.core.state import nbytes
 

@@ -2,10 +2,11 @@
 
 import itertools
 
-from deltazoo.blocks import document, preset, presets
-from deltazoo.blocks.assemble import assemble
+from deltazoo.blocks import preset
 from deltazoo.blocks.inspect.diff import Difference, diff
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec import document, presets
+from deltazoo.blocks.spec.assemble import assemble
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 
 def test_equal_stacks_have_no_differences():

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deltazoo.backends import yaml_text
-from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks import document
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.io import yaml_text
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.spec import document
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 TEXT = """
 word: off

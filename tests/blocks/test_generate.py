@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
+from deltazoo.backends.io.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.blocks.generation.generate import STOPPED, Decoder, stream
 from deltazoo.blocks.generation.generate import generate_tokens as generate
 from deltazoo.blocks.generation.sampling import filter_logits, sample
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.state import snapshot
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from oracles import WIDTH, Oracle, Tensors
 from torch import Tensor
 
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.core.conformance import relative_error
 
 pytest.importorskip("transformers", minversion="5.23", reason="older versions have no OLMo Hybrid and Kimi Linear")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from deltazoo.backends import registry
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.update import registry
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 ALL_MIXERS = registry.names(registry.MIXERS)
 SMALL = ["gated-deltanet-h1-small", "gated-deltanet-small", "transformer-pp-small"]

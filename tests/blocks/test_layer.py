@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.spec import LayerSpec, StackSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
 from deltazoo.mixers import Attention, GatedDeltaNet, Mamba2
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context
 

@@ -10,10 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from deltazoo.blocks.compilation import compile_layers
-from deltazoo.blocks.losses import Losses, combine_losses
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.compilation import compile_layers
+from deltazoo.blocks.model.losses import Losses, combine_losses
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import AuxiliaryLoss, Context, LinearAttention, MoM
 from deltazoo.mixers.core.side import LostGradientError
 

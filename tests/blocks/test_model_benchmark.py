@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from deltazoo.backends.errors import ConfigError, UnknownNameError
+from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.blocks.inspect import model_benchmark, model_calls
 from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.inspect.flops import token_flops
 from deltazoo.blocks.inspect.model_benchmark import ModelBenchConfig, ModelBenchmark, bench_model
 from deltazoo.blocks.inspect.model_calls import DECODED, OurCalls, PretrainedCalls
 from deltazoo.blocks.inspect.peer_models import fla_config, fla_model, transformers_model
-from deltazoo.blocks.spec import StackSpec, preset
+from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 
 GDN = StackSpec(
     width=32, depth=2, vocab=50, mlp={"width": 48},

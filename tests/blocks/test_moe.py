@@ -13,9 +13,9 @@ from transformers.models.jamba.modeling_jamba import load_balancing_loss_func as
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from deltazoo.backends.grouped import grouped_linear
-from deltazoo.blocks.moe import MoE, MoEMlp
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.ops.grouped import grouped_linear
+from deltazoo.blocks.model.moe import MoE, MoEMlp
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Context
 
 D, HIDDEN, SHARED, EXPERTS, ACTIVE = 12, 20, 28, 5, 3
@@ -226,7 +226,7 @@ def test_grouped_linear_under_autocast_is_close_to_float32():
 
 def test_grouped_linear_off_the_cpu_equals_a_product_per_group(monkeypatch):
     """Devices without the kernel zero the rows of other groups; here the CPU runs that form."""
-    from deltazoo.backends import grouped as module
+    from deltazoo.backends.ops import grouped as module
 
     ends = torch.tensor([2, 2, 7, 9], dtype=torch.int32)
     x, grad, weight = torch.randn(9, 6), torch.randn(9, 5), torch.randn(4, 6, 5)

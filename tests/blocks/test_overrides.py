@@ -2,12 +2,12 @@
 
 import pytest
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks import preset
-from deltazoo.blocks.assemble import assemble
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.moe import MoE
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.moe import MoE
+from deltazoo.blocks.spec.assemble import assemble
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import KDA, DeltaNet, SlidingWindow
 
 PATTERN = {"width": 16, "depth": 2, "vocab": 9, "pattern": "gated_deltanet(heads=2) + sliding_window"}

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deltazoo.blocks.layer import Layer
-from deltazoo.blocks.mlp import Mlp
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.layer import Layer
+from deltazoo.blocks.model.mlp import Mlp
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.objective import Objective
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Mixer

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from deltazoo.backends.errors import PatternError
-from deltazoo.blocks.pattern import expand, parse, unreached
+from deltazoo.backends.io.errors import PatternError
+from deltazoo.blocks.spec.pattern import expand, parse, unreached
 from deltazoo.mixers import GatedDeltaNet
 from deltazoo.mixers.core.patterns import At, Name, Spread
 

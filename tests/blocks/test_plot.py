@@ -5,10 +5,10 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib.image
 import pytest
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks import preset
 from deltazoo.blocks.inspect.plot import memory, plot_stack, transformer_of
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Attention
 
 LENGTHS = [8, 16, 64]

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltazoo.backends.errors import UnknownNameError
-from deltazoo.blocks import preset, presets
-from deltazoo.blocks.layer import LayerSpec
-from deltazoo.blocks.moe import MoE
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.io.errors import UnknownNameError
+from deltazoo.blocks import preset
+from deltazoo.blocks.model.layer import LayerSpec
+from deltazoo.blocks.model.moe import MoE
+from deltazoo.blocks.spec import presets
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import MLA, Attention, SlidingWindow
 
 SMALL = ["gated-deltanet-h1-small", "gated-deltanet-small", "transformer-pp-small"]

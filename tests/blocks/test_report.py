@@ -3,10 +3,10 @@
 import matplotlib.image
 import pytest
 
-from deltazoo.backends.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
-from deltazoo.backends.shapes import TINY
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import TINY
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.training import report
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.records import Point, Training, now

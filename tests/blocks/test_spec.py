@@ -11,14 +11,16 @@ import pytest
 import torch
 
 import deltazoo
-from deltazoo.backends import registry, yaml_text
-from deltazoo.backends.errors import ConfigError, ConfigWarning, PatternError, UnknownNameError
-from deltazoo.blocks import document, preset, presets
+from deltazoo.backends.io import yaml_text
+from deltazoo.backends.io.errors import ConfigError, ConfigWarning, PatternError, UnknownNameError
+from deltazoo.backends.update import registry
+from deltazoo.blocks import preset
+from deltazoo.blocks.checkpoints import folder as checkpoint
 from deltazoo.blocks.inspect.show import field_rows
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.moe import MoE
-from deltazoo.blocks.spec import LayerSpec, StackSpec
-from deltazoo.blocks.training import checkpoint
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.moe import MoE
+from deltazoo.blocks.spec import document, presets
+from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
 from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig
 from deltazoo.mixers import KDA, Attention, GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core import config as configs

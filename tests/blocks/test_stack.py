@@ -7,11 +7,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from deltazoo.backends.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.blocks.checkpointing import _policy
-from deltazoo.blocks.compilation import compile_layers
-from deltazoo.blocks.spec import LayerSpec, StackSpec
-from deltazoo.blocks.stack import LanguageModel, StackState
+from deltazoo.backends.io.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
+from deltazoo.blocks.model.checkpointing import _policy
+from deltazoo.blocks.model.compilation import compile_layers
+from deltazoo.blocks.model.stack import LanguageModel, StackState
+from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
 from deltazoo.mixers import Context, GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.state import batch, detach, load_, nbytes, reorder, rollback_, save, select, snapshot
 
@@ -370,7 +370,7 @@ def test_decoding_is_one_graph(hybrid, tokens):
 def test_selective_checkpointing_saves_the_results_of_attention_and_recomputes_norms():
     from torch.nn.attention import varlen  # noqa: F401  registers its operator
 
-    import deltazoo.backends.rms_norm  # noqa: F401
+    import deltazoo.backends.ops.rms_norm  # noqa: F401
 
     saved, recomputed = _policy(None, torch.ops.aten.mm.default), _policy(None, torch.ops.aten.mul.Tensor)
     assert saved != recomputed

@@ -174,7 +174,7 @@ def test_training_reports_its_progress(text_file, tmp_path):
 
 def test_progress_is_printed_on_stderr_every_ten_seconds(text_file, tmp_path, monkeypatch, capsys):
     seconds = iter(range(0, 1000, 6))
-    monkeypatch.setattr("deltazoo.backends.progress.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr("deltazoo.backends.io.progress.time.monotonic", lambda: float(next(seconds)))
     deltazoo.train(SPEC, tmp_path / "a", text_file, CONFIG)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[:2] for line in lines] == [["training:", f"{step}/6"] for step in (1, 3, 5)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deltazoo.backends.errors import ConfigError
-from deltazoo.blocks.training.text import even_crops, load_text, random_crops
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.data.text import even_crops, load_text, random_crops
 
 
 @pytest.fixture

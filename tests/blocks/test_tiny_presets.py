@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo.blocks import preset, presets
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks import preset
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec import presets
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 TINY = [name for name in presets.names() if name.endswith("-tiny")]
 TEXT = torch.tensor([list(b"the quick brown fox jumps over the lazy dog")])

@@ -16,17 +16,17 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo.backends.errors import ConfigError, UnsupportedError, ValueRangeError
-from deltazoo.blocks.compilation import compile_layers
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
-from deltazoo.blocks.training.checkpoint import CHECKPOINT, METRICS, SETTINGS, STACK, load_model
+from deltazoo.backends.io.errors import ConfigError, UnsupportedError, ValueRangeError
+from deltazoo.blocks.checkpoints.digest import append_digest
+from deltazoo.blocks.checkpoints.folder import CHECKPOINT, METRICS, SETTINGS, STACK, load_model
+from deltazoo.blocks.data.text import even_crops, load_text, random_crops
+from deltazoo.blocks.model.compilation import compile_layers
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import TrainConfig
-from deltazoo.blocks.training.digest import append_digest
 from deltazoo.blocks.training.interrupts import TrainingInterrupted
 from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
-from deltazoo.blocks.training.text import even_crops, load_text, random_crops
 from deltazoo.blocks.training.train import _Run, resume, train
 from deltazoo.mixers import LinearAttention, MoM
 
@@ -469,7 +469,7 @@ def test_metrics_hold_each_point_once_as_soon_as_it_is_measured(text, tmp_path, 
 
 
 def test_a_second_process_in_a_folder_is_refused_and_the_first_one_named(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.training.lock._PATIENCE", 0.05)
+    monkeypatch.setattr("deltazoo.blocks.checkpoints.lock._PATIENCE", 0.05)
     train(SPEC, text, CONFIG, tmp_path / "run", until=1)
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -603,7 +603,7 @@ def test_a_read_only_disk_is_reported_with_the_name_of_the_file(text, tmp_path, 
     def refuse(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system", "part.train.yaml")
 
-    monkeypatch.setattr("deltazoo.blocks.document.write", refuse)
+    monkeypatch.setattr("deltazoo.blocks.spec.document.write", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     kept = r"Read-only file system; the previous train\.yaml is kept"
     with pytest.raises(ConfigError, match=rf"^cannot write {tmp_path}/train\.yaml: {kept}$"):

@@ -5,22 +5,22 @@ import json
 import pytest
 import torch
 
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.reference import ReferenceBackend
-from deltazoo.blocks import document
-from deltazoo.blocks.assemble import assemble
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update.reference import ReferenceBackend
+from deltazoo.blocks.checkpoints.folder import CHECKPOINT, SETTINGS, STACK, load_model
+from deltazoo.blocks.data.text import load_text
 from deltazoo.blocks.generation.completion import load_for_completion
 from deltazoo.blocks.inspect.show import details
 from deltazoo.blocks.inspect.tuning import build_targets
-from deltazoo.blocks.spec import LayerSpec, StackSpec
-from deltazoo.blocks.training.checkpoint import CHECKPOINT, SETTINGS, STACK, load_model
-from deltazoo.blocks.training.text import load_text
+from deltazoo.blocks.spec import document
+from deltazoo.blocks.spec.assemble import assemble
+from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
 from deltazoo.blocks.training.train import TrainConfig, resume, train
 from deltazoo.mixers import GatedDeltaNet
 
 MODULE = """
 from pathlib import Path
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import GatedDeltaNet
 
 Path({ran!r}).touch()

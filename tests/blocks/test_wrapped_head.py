@@ -9,13 +9,13 @@ import torch.nn.functional as F
 import wrapping
 from torch import Tensor, nn
 
-from deltazoo.backends import glu_linear
-from deltazoo.backends.errors import DeviceError, ValueRangeError
+from deltazoo.backends.io.errors import DeviceError, ValueRangeError
+from deltazoo.backends.ops import glu_linear
 from deltazoo.blocks.generation.generate import Decoder
 from deltazoo.blocks.inspect.describe import describe
-from deltazoo.blocks.mlp import Dense
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Context
 from deltazoo.mixers.core.conformance import relative_error
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import deltazoo
-from deltazoo.backends import registry
-from deltazoo.backends.base import Backend, UpdateOutput
 from deltazoo.backends.measure.benchmark import Benchmark, bench
 from deltazoo.backends.measure.timing import Times
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import Backend, UpdateOutput
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.mixers.core.config import config_class
 
@@ -43,7 +43,7 @@ def wrong(monkeypatch):
     from importlib.metadata import EntryPoint
 
     installed = registry._entry_points
-    monkeypatch.setattr("deltazoo.backends.registry._loaded", SimpleNamespace(slightly_wrong=SlightlyWrong()))
+    monkeypatch.setattr("deltazoo.backends.update.registry._loaded", SimpleNamespace(slightly_wrong=SlightlyWrong()))
     plug_in = (EntryPoint("slightly_wrong", "nowhere:Nothing", registry.BACKENDS),)
     monkeypatch.setattr(
         registry, "_entry_points", lambda group: (*installed(group), *(plug_in if group == registry.BACKENDS else ()))
@@ -151,7 +151,7 @@ def test_equal_updates_are_timed_once_and_named(ok):
 
 def test_backends_that_support_nothing_are_one_line_unless_named(ok, monkeypatch):
     names = ["cudnn", "fla", "flash_qla", "flashinfer", "reference"]
-    monkeypatch.setattr("deltazoo.backends.registry.names", lambda group: names)
+    monkeypatch.setattr("deltazoo.backends.update.registry.names", lambda group: names)
     lines = ok("bench", *SMALL[:-2], "--directions", "decode").out.splitlines()
     assert lines[-2:] == [
         "",
@@ -206,7 +206,7 @@ def test_rows_are_printed_as_they_are_measured(ok, monkeypatch):
         reports.append((task, done, total, note, [line.split()[0] for line in printed if "reference" in line]))
 
     monkeypatch.setattr("deltazoo.cli.bench.progress", lambda: contextlib.nullcontext(remember))
-    monkeypatch.setattr("deltazoo.cli.output.print_line", lambda text="": printed.append(text))
+    monkeypatch.setattr("deltazoo.cli.terminal.output.print_line", lambda text="": printed.append(text))
     ok("bench", *SMALL, "--directions", "forward,decode", "--mixer", "kda", "--mixer", "gla")
     assert {(task, total) for task, _, total, *_ in reports} == {("bench", 4)}
     before_last = next(rows for *_, note, rows in reports if note.startswith("gla, plain, decode"))

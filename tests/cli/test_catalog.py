@@ -7,8 +7,8 @@ import torch
 
 import deltazoo
 from deltazoo import StackSpec, UpdateMeta, explain
-from deltazoo.backends import registry
-from deltazoo.blocks import document, presets
+from deltazoo.backends.update import registry
+from deltazoo.blocks.spec import document, presets
 from deltazoo.mixers.core.config import config_class
 
 
@@ -461,7 +461,7 @@ def test_doctor_prints_each_refusal_once_at_80_columns(ok, monkeypatch):
 
 
 def test_doctor_reports_a_missing_compiler(run, monkeypatch):
-    monkeypatch.setattr("deltazoo.backends.devices.shutil.which", lambda name: None)
+    monkeypatch.setattr("deltazoo.backends.torch_ext.devices.shutil.which", lambda name: None)
     result = run("doctor", "--json")
     assert result.code == 1
     assert result.json["environment"]["compiler"] is None

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 
 import deltazoo
-from deltazoo.cli import completion
+from deltazoo.cli.terminal import completion
 
 RUN = [sys.executable, "-m", "deltazoo"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils._pytree import tree_structure
 
-from deltazoo.cli.errors import report_user_errors, user_error_message
+from deltazoo.cli.terminal.errors import report_user_errors, user_error_message
 
 CASES = {
     "unknown mixer": (
@@ -172,7 +172,7 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, run: Ca
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("deltazoo.blocks.training.text.load_text", interrupt)
+    monkeypatch.setattr("deltazoo.blocks.data.text.load_text", interrupt)
     result = run("demo")
     assert (result.code, result.err) == (130, "\ndeltazoo: interrupted\n")
 

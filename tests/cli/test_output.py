@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from deltazoo.cli.output import print_line, print_notes, print_piece, print_table, progress
+from deltazoo.cli.terminal.output import print_line, print_notes, print_piece, print_table, progress
 
 
 class Terminal(io.StringIO):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from deltazoo import UpdateInputs, UpdateSpec, update
-from deltazoo.backends import registry
-from deltazoo.backends.errors import UnsupportedError
+from deltazoo.backends.io.errors import UnsupportedError
+from deltazoo.backends.update import registry
 
 MODULE = """
 from typing import ClassVar
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import GatedDeltaNet
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 

@@ -13,11 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 import deltazoo
+from deltazoo.blocks.data.text import load_text
 from deltazoo.blocks.generation.generate import _step
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
-from deltazoo.blocks.training.text import load_text
 from deltazoo.blocks.training.train import train
 from deltazoo.cli import app
 
@@ -97,7 +97,7 @@ def test_generate_prints_the_prompt_and_its_completion(ok, folder):
 
 
 def test_generate_at_temperature_zero_is_greedy(ok, folder):
-    from deltazoo.blocks.training.checkpoint import load_model
+    from deltazoo.blocks.checkpoints.folder import load_model
 
     result = ok("generate", folder, "--prompt", "1 g", "--max-bytes", 3, "--temperature", 0, "--json").json
     model, tokens = load_model(folder, backend="reference"), list(b"1 g")
@@ -169,7 +169,7 @@ def test_evaluate_reports_the_last_validation_loss_of_the_run_by_default(ok, fol
 def test_rows_arrive_at_once_and_a_second_run_in_the_folder_is_refused(
     run, stack_file, text_file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("deltazoo.blocks.training.lock._PATIENCE", 0.05)
+    monkeypatch.setattr("deltazoo.blocks.checkpoints.lock._PATIENCE", 0.05)
     folder = tmp_path / "run"
     train = ("train", stack_file, "--text", text_file, "--out", folder, *QUICK[:4], "--every", 2, "--no-compile")
     command = [sys.executable, "-c", "from deltazoo.cli import main; main()", *map(str, train), "--steps", "100000"]

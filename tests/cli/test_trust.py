@@ -2,11 +2,11 @@
 
 import pytest
 
-from deltazoo.blocks import document
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.blocks.spec import document
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 PLUG_IN = """
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import GatedDeltaNet
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 from deltazoo.mixers.core.config import parse
 from deltazoo.mixers.core.mixer import Place
 

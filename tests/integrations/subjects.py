@@ -8,8 +8,8 @@ from small_configs import ZOO
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.blocks.spec import StackSpec
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.core.conformance import relative_error
 
 WIDTH, VOCAB, BATCH, T = 32, 29, 2, 6  # wide enough that the maps to decay and beta are computed by one product

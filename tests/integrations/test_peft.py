@@ -15,7 +15,7 @@ from subjects import MLPS, MOE, assert_computes, build, tokens
 from torch import nn
 
 from deltazoo.blocks import generate_tokens
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
 
 LIMIT = 1e-5  # rounding in float32: the unmerged product has another order of summation
 

@@ -17,7 +17,7 @@ from torch.ao.quantization import quantize_dynamic
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from wrapping import replace
 
-from deltazoo.blocks.stack import LanguageModel
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers.core.conformance import relative_error
 
 LIMIT = 1e-5

@@ -4,8 +4,8 @@ import pytest
 import torch
 from small_configs import OURS, WIDTH, ZOO
 
-from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 
 BACKENDS: dict[str, str | Backend] = {

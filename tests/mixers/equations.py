@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers import MixerConfig
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Place
 

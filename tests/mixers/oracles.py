@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers import (
     KDA,
     MLA,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 from deltazoo.mixers.core.config import parse
 from deltazoo.mixers.core.mixer import MixerConfig
 

@@ -11,11 +11,11 @@ import torch.nn.attention.varlen
 from equations import LargestTensor, assert_same_with_gradients
 from torch import Tensor
 
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.io.errors import StateError
 from deltazoo.mixers import Attention, Context, SlidingWindow
 from deltazoo.mixers.attention import AttentionConfig, AttentionMixer
-from deltazoo.mixers.parts import softmax_attention
-from deltazoo.mixers.parts.caches import KVCache
+from deltazoo.mixers.parts.attention import softmax_attention
+from deltazoo.mixers.parts.attention.caches import KVCache
 
 WIDTH, H, G, E = 24, 4, 2, 6
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA device")

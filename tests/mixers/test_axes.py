@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.backends import registry
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.spec import NegativeEigenvalues, Reparam
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.spec import NegativeEigenvalues, Reparam
 from deltazoo.mixers import Longhorn
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.families.delta_rule import DeltaRuleConfig

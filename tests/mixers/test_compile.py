@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends import registry
-from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.errors import UnsupportedError
-from deltazoo.backends.reference import ReferenceBackend
+from deltazoo.backends.io.errors import UnsupportedError
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import Context, MixerConfig, RetNet
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Mixer, State

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from deltazoo.backends import registry
-from deltazoo.backends.errors import (
+from deltazoo.backends.io.errors import (
     ConfigError,
     DtypeError,
     OperandError,
@@ -20,6 +19,7 @@ from deltazoo.backends.errors import (
     UnknownNameError,
     ValueRangeError,
 )
+from deltazoo.backends.update import registry
 from deltazoo.mixers import (
     Attention,
     Context,

@@ -38,7 +38,7 @@ from equations import (
 )
 from torch import Tensor
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers import (
     GLA,
     GSA,

@@ -41,7 +41,7 @@ from equations import (
 )
 from torch import Tensor
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers import (
     EFLA,
     KDA,

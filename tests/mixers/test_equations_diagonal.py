@@ -25,9 +25,9 @@ from equations import (
 from scipy.signal import cont2discrete, dlsim
 from torch import Tensor
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers import H3, HGRN, LRU, S4D, S5, Context, LonghornDiagonal
-from deltazoo.mixers.parts.discretisation import Discretisation, discretise
+from deltazoo.mixers.parts.ssm.discretisation import Discretisation, discretise
 
 C = 6
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.mixers import MLSTM, RWKV4, Context
-from deltazoo.mixers.parts.exponential_gating import INITIAL_MAX, running_max
+from deltazoo.mixers.parts.gates.exponential_gating import INITIAL_MAX, running_max
 
 T, HV = 11, 3
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
-from deltazoo.backends.errors import DeviceError
-from deltazoo.backends.varlen import sequence_index
+from deltazoo.backends.io.errors import DeviceError
+from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers import Context, FoX
-from deltazoo.mixers.parts.flex_attention import causal_blocks, flex_attend, forgetting_attention
-from deltazoo.mixers.parts.forget_gates import with_gates
-from deltazoo.mixers.parts.softmax_attention import attend
+from deltazoo.mixers.parts.attention.flex_attention import causal_blocks, flex_attend, forgetting_attention
+from deltazoo.mixers.parts.attention.softmax_attention import attend
+from deltazoo.mixers.parts.gates.forget_gates import with_gates
 
 SCALE = 0.3
 PACKS = {"one sequence": None, "packed": [0, 130, 130, 290, 299]}  # a last token of no sequence

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 from deltazoo.mixers.core.config import parse
 
 if not torch.cuda.is_available():

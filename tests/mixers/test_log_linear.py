@@ -29,14 +29,14 @@ from equations import (
 )
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers import Context, LogLinearGDN, LogLinearMamba2, MixerConfig
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Mixer
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.state import snapshot
-from deltazoo.mixers.parts.log_linear import LogLinearUpdate
+from deltazoo.mixers.parts.memory.log_linear import LogLinearUpdate
 
 T = 150  # three chunks of 64
 

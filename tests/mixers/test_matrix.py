@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.backends import registry
-from deltazoo.backends.errors import UnknownNameError
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.io.errors import UnknownNameError
+from deltazoo.backends.update import registry
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import MixerConfig
 from deltazoo.mixers.core import conformance
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place, State

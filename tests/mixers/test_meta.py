@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltazoo.backends import registry
+from deltazoo.backends.update import registry
 
 
 @pytest.mark.parametrize("name", registry.names(registry.MIXERS))

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deltazoo.backends import registry
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.update import registry
 from deltazoo.mixers import Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM, parse
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import can_group

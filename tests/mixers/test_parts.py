@@ -10,39 +10,39 @@ from equations import assert_same_with_gradients
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltazoo.backends.base import UpdateInputs
-from deltazoo.backends.dispatch import update
-from deltazoo.backends.errors import ConfigError
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.backends.update.dispatch import update
+from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, project_jointly
 from deltazoo.mixers.core.sequences import left_align, segment_cumsum, undo_left_align
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
-from deltazoo.mixers.parts.complex_decays import LRUDecay, S5Decay
-from deltazoo.mixers.parts.complex_states import ToRotatingFrame
-from deltazoo.mixers.parts.conjugate_gradient import ConjugateGradientSolve
+from deltazoo.mixers.parts.attention.slot_attention import SoftmaxSlots
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.decays import FixedDecay, SigmoidDecay, SlopeDecay, Slopes, SoftplusDecay
-from deltazoo.mixers.parts.diagonal_ssm import DiagonalSSM
-from deltazoo.mixers.parts.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures, phi
-from deltazoo.mixers.parts.feedback import Feedback
-from deltazoo.mixers.parts.log_linear import LogLinearUpdate
+from deltazoo.mixers.parts.gates.decays import FixedDecay, SigmoidDecay, SlopeDecay, Slopes, SoftplusDecay
+from deltazoo.mixers.parts.gates.exponential_gating import ExponentialGate
+from deltazoo.mixers.parts.gates.rg_lru import RGLRUGate
 from deltazoo.mixers.parts.low_rank import Ranks
-from deltazoo.mixers.parts.mamba3 import BiasedNorm, TrapezoidalGates, accumulated_angle
+from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve
+from deltazoo.mixers.parts.memory.feedback import Feedback
+from deltazoo.mixers.parts.memory.log_linear import LogLinearUpdate
+from deltazoo.mixers.parts.memory.preconditioner import Preconditioner
 from deltazoo.mixers.parts.norms import HeadNorm, RMSNorm, UnitNorm
-from deltazoo.mixers.parts.preconditioner import Preconditioner
 from deltazoo.mixers.parts.projections import ChannelProjection, QKVProjection
-from deltazoo.mixers.parts.rg_lru import RGLRUGate
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
-from deltazoo.mixers.parts.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
-from deltazoo.mixers.parts.rwkv6 import RWKV6Projection, initial_bonus
-from deltazoo.mixers.parts.rwkv7 import RWKV7Projection
-from deltazoo.mixers.parts.selective import SelectiveOperands
+from deltazoo.mixers.parts.rwkv.rwkv4 import RWKV4Projection, WKVBonus, WKVGate
+from deltazoo.mixers.parts.rwkv.rwkv6 import RWKV6Projection, initial_bonus
+from deltazoo.mixers.parts.rwkv.rwkv7 import RWKV7Projection
 from deltazoo.mixers.parts.skips import Bonus, Feedthrough, Skip
-from deltazoo.mixers.parts.slot_attention import SoftmaxSlots
+from deltazoo.mixers.parts.ssm.complex_decays import LRUDecay, S5Decay
+from deltazoo.mixers.parts.ssm.complex_states import ToRotatingFrame
+from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
+from deltazoo.mixers.parts.ssm.mamba3 import BiasedNorm, TrapezoidalGates, accumulated_angle
+from deltazoo.mixers.parts.ssm.selective import SelectiveOperands
 
 SHAPE = HeadShape(width=8, heads=2, value_heads=4, key_width=6, value_width=5)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends import registry
-from deltazoo.backends.base import Backend
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.update import registry
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place

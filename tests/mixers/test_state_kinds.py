@@ -5,8 +5,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.errors import DeltazooError, DeviceError, StateError
-from deltazoo.blocks.spec import StackSpec
+from deltazoo.backends.io.errors import DeltazooError, DeviceError, StateError
+from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import (
     DeltaNet,
     GatedDeltaNet,

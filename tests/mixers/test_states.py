@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deltazoo.backends.errors import StateError
+from deltazoo.backends.io.errors import StateError
 from deltazoo.mixers import Context, MixerConfig
 from deltazoo.mixers.core import state as states
 from deltazoo.mixers.core.mixer import Mixer, State

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracles import ORACLES, WIDTH, Lfm2, Oracle
 
-from deltazoo.backends.base import Backend
+from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.conformance import relative_error
 
 pytest.importorskip("transformers", minversion="5.17", reason="deltazoo[hf] needs transformers 5.17 or newer")

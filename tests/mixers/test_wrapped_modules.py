@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deltazoo.backends.errors import DtypeError
+from deltazoo.backends.io.errors import DtypeError
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers import Hyena, MixerConfig
 from deltazoo.mixers.core.activations import activation_like

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.base import UpdateInputs, UpdateOutput
-from deltazoo.backends.lowering import strengths
-from deltazoo.backends.spec import UpdateSpec
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import (
     cache_forward_signature,
@@ -25,6 +22,9 @@ from deltazoo.backends.triton.element.config import checkpoint_slots, element_he
 from deltazoo.backends.triton.operands import ready, schema
 from deltazoo.backends.triton.precompile import compiled_ahead
 from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES
+from deltazoo.backends.update.base import UpdateInputs, UpdateOutput
+from deltazoo.backends.update.lowering import strengths
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 class ElementOperands(NamedTuple):

@@ -1,12 +1,12 @@
 """Print the elementwise kernels of an update, for `deltazoo.explain`."""
 
-from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.devices import DeviceSpec
-from deltazoo.backends.shapes import Shape
-from deltazoo.backends.spec import UpdateSpec
+from deltazoo.backends.measure.shapes import Shape
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.element.config import Tiling, element_heuristic, parse_element, tiling
 from deltazoo.backends.triton.element.plan import ElementPlan, ElementSizes, element_plan
 from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES, route_of
+from deltazoo.backends.update.base import UpdateMeta
+from deltazoo.backends.update.spec import UpdateSpec
 
 
 def element_plans(meta: UpdateMeta, shape: Shape, device: DeviceSpec, config: str) -> list[ElementPlan]:

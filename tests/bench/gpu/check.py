@@ -15,7 +15,7 @@ import torch
 from deltazoo import UpdateSpec
 from deltazoo.backends.conformance import Case
 from deltazoo.backends.conformance.compare import compare
-from deltazoo.backends.shapes import Shape
+from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.triton import TritonBackend
 
 SPECS = {

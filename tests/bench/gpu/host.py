@@ -9,8 +9,6 @@ import torch
 from perf import both, inputs
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.base import UpdateMeta
-from deltazoo.backends.check import check
 from deltazoo.backends.triton import TritonBackend, op
 from deltazoo.backends.triton.backward import backward
 from deltazoo.backends.triton.forward import forward
@@ -18,6 +16,8 @@ from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import Gradients
 from deltazoo.backends.triton.resolve import resolve
 from deltazoo.backends.triton.saved import Saved
+from deltazoo.backends.update.base import UpdateMeta
+from deltazoo.backends.update.check import check
 
 
 def report(name, call, n=300):

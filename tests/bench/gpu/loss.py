@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from deltazoo.backends import cross_entropy
-from deltazoo.backends.cross_entropy import linear_cross_entropy
+from deltazoo.backends.ops import cross_entropy
+from deltazoo.backends.ops.cross_entropy import linear_cross_entropy
 
 N, D = 32768, 2048
 PRODUCT_CHUNK = 4096

@@ -24,7 +24,7 @@ from assembly import disassemble, missing_waits, overwritten_operands, wrong_des
 from compiling import Compiler, launch_update
 from triton.backends.nvidia.compiler import get_ptxas
 
-from deltazoo.backends.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.registry import saves_16_bits
 

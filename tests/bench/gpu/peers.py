@@ -14,7 +14,7 @@ import torch
 
 from deltazoo import UpdateSpec
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
-from deltazoo.backends.shapes import SHAPES
+from deltazoo.backends.measure.shapes import SHAPES
 
 GATED, DELTA = UpdateSpec(decay="head", beta="head"), UpdateSpec(beta="head")
 ADDITIVE = UpdateSpec(decay="head", transition="additive")

@@ -5,8 +5,9 @@
     S, o = update(S, q, k, v, beta, decay)
     o = norm(o + skip v) activation(gate)
 
-backends/decode_step.py states all variants. The state is read and written once. The channels of x are those of q, then
-of STEPS keys, then of STEPS values, each ordered by heads. The history of the convolution has W - 1 rows of channels.
+backends/ops/decode_step.py states all variants. The state is read and written once. The channels of x are those of q,
+then of STEPS keys, then of STEPS values, each ordered by heads. The history of the convolution has W - 1 rows of
+channels.
 H key heads, HV value heads, K key width, V value width, W taps
 """
 

@@ -1,0 +1,130 @@
+"""Layer-by-layer compilation: equal layers share one compiled graph, so compile time does not grow with depth."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
+from deltazoo.backends.update.dispatch import requested_backend, use_backend
+from deltazoo.blocks.model.layer import Layer, LayerSpec
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.parts.norms import RMSNorm
+
+
+def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "inductor") -> LanguageModel:
+    """Compile every layer, once for each distinct LayerSpec, and the last norm, with fullgraph=True; return the model.
+
+    The embedding and the head stay eager, because they offer nothing to fuse. The parameters and the state dict do not
+    change.
+
+    Each kind of call has graphs of its own: with and without gradients, a state, a mask, packed sequences or autocast,
+    for one row and for one token. The first graph of a kind is compiled for the sizes of its call. The second has
+    dynamic sizes and serves every other B and T.
+
+    Args: compiler: the `backend` argument of torch.compile.
+    """
+    compiled: dict[LayerSpec, Callable[..., object]] = {}
+    for spec, layer in zip(model.spec.expand(), model.stack.layers, strict=True):
+        if spec not in compiled:
+            compiled[spec] = _compile_method(Layer.forward, compiler)
+        vars(layer)["forward"] = MethodType(compiled[spec], layer)
+    vars(model.stack.norm)["forward"] = MethodType(_compile_method(RMSNorm.forward, compiler), model.stack.norm)
+    return model
+
+
+def check_updates(model: LanguageModel, dtype: torch.dtype) -> None:
+    """Raise UnsupportedError, with the reasons, if a backend cannot train an update of the model in this dtype.
+
+    In a compiled graph the same error would be a long traceback.
+    """
+    for update in model.modules():
+        if isinstance(update, Update):
+            update.bound.backend_for(update.meta(model.device.type, dtype, grad=True))
+
+
+def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:
+    """Return a context in which modules are built with updates that torch.compile does not compile.
+
+    Their backend is `CompileBackend(compiled=False)`, unless the caller, the stack or an enclosing `use_backend` names
+    one. On CUDA the context changes nothing, because `compile` is not the default there.
+    """
+    if str(device).startswith("cuda") or requested_backend(None) is not None:
+        return nullcontext()
+    return use_backend(CompileBackend(compiled=False))
+
+
+def _compile_method(method: Callable[..., object], compiler: str | Callable[..., Any]) -> Callable[..., object]:
+    """Compile a method of modules whose first argument is x [B, T, D], once for each kind of call.
+
+    The graph of a kind's first sizes is static. All other sizes share a graph with dynamic sizes.
+    """
+    kinds: dict[tuple[object, ...], _Kind] = {}
+
+    def forward(module: nn.Module, *arguments: Any, **keywords: Any) -> object:
+        if torch.compiler.is_compiling():
+            return method(module, *arguments, **keywords)
+        values = (*arguments, *keywords.values())
+        key, sizes = _kind(values), _sizes(values)
+        kind = kinds.get(key)
+        if kind is None:
+            kind = kinds[key] = _Kind(sizes, *(compiled_call(method, backend=compiler) for _ in range(2)))
+        if sizes == kind.first_sizes:
+            return kind.static(module, *arguments, **keywords)
+        keywords = {name: _with_dynamic_sizes(value) for name, value in keywords.items()}
+        return kind.dynamic(module, *map(_with_dynamic_sizes, arguments), **keywords)
+
+    return forward
+
+
+class _Kind(NamedTuple):
+    """The compiled functions of one kind of call: for the sizes of its first call, and for all others."""
+
+    first_sizes: tuple[torch.Size, ...]
+    static: Callable[..., object]
+    dynamic: Callable[..., object]
+
+
+def _kind(values: Sequence[object]) -> tuple[object, ...]:
+    """Return what a graph depends on besides the sizes of x, masks, positions and packs, apart from B = 1 and T = 1.
+
+    torch.compile specialises a graph for a size of 1, for gradients, for autocast and for each argument that is None.
+    """
+    x = values[0]
+    assert isinstance(x, Tensor)
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, *map(_traits, values))
+
+
+def _traits(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.dtype, value.requires_grad, *(size == 1 for size in value.shape[:2])
+    if isinstance(value, Context):
+        return tuple(None if field is None else isinstance(field, Tensor) for field in value)
+    return value is None
+
+
+def _sizes(values: Sequence[object]) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors among the arguments, and of those in the context."""
+    fields = (field for value in values for field in (value if isinstance(value, Context) else (value,)))
+    return tuple(field.shape for field in fields if isinstance(field, Tensor))
+
+
+def _with_dynamic_sizes(value: Any) -> Any:
+    """Return the argument with views of tensors whose first two sizes are marked as dynamic, where they are not 1."""
+    if isinstance(value, Context):
+        return value._replace(**{name: _with_dynamic_sizes(x) for name, x in value._asdict().items()})
+    if not isinstance(value, Tensor):
+        return value
+    view = value.view_as(value)
+    for dim, size in enumerate(value.shape[:2]):
+        if size > 1:
+            torch._dynamo.maybe_mark_dynamic(view, dim)
+    return view

@@ -1,0 +1,316 @@
+"""The stack of residual layers and the language model around it.
+
+B batch, T time, D width, L vocabulary, N packed sequences
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltazoo.backends.io.errors import (
+    DeviceError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    StateError,
+    ValueRangeError,
+    cut,
+)
+from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
+from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain_linear
+from deltazoo.backends.update.base import Backend, state_dtype
+from deltazoo.backends.update.check import check_integer
+from deltazoo.backends.update.dispatch import BoundUpdate, bind
+from deltazoo.blocks.model.checkpointing import Checkpointing
+from deltazoo.blocks.model.layer import Layer, LayerSpec, LayerState
+from deltazoo.blocks.model.losses import Losses, combine_losses
+from deltazoo.blocks.model.mlp import Mlp
+from deltazoo.mixers.core.activations import activation_like, compute_device
+from deltazoo.mixers.core.grouped_linear import GroupedLinear
+from deltazoo.mixers.core.initialization import init_weights
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import HasBackend
+from deltazoo.mixers.core.sequences import as_context
+from deltazoo.mixers.core.side import Side, join_sides
+from deltazoo.mixers.parts.norms import RMSNorm
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.training.config import RunSettings
+
+
+class ModelSpec(Protocol):
+    """The part of `StackSpec` that `LanguageModel` reads. spec.py imports this file, so this file cannot import it."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def embedding_scale(self) -> float: ...
+    @property
+    def logit_cap(self) -> float | None: ...
+    def expand(self) -> Sequence[LayerSpec]: ...
+    def layer_names(self) -> Sequence[str]: ...
+    def build_layers(self, backend: str | Backend | None) -> Sequence[Layer]: ...
+
+
+class StackState(NamedTuple):
+    """The states of all layers. The functions of `deltazoo.mixers.core.state` work on it."""
+
+    layers: tuple[LayerState, ...]
+
+
+class StackOutput(NamedTuple):
+    """The result of a stack: x [B, T, D], the new state or None, and the side outputs of all layers."""
+
+    x: Tensor
+    state: StackState | None
+    side: Side | None
+
+
+class Stack(nn.Module):
+    """Apply the layers in order, then an RMS norm: x [B, T, D] to [B, T, D]."""
+
+    def __init__(self, width: int, layers: Sequence[Layer], norm_eps: float) -> None:
+        super().__init__()
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
+        self.norm = RMSNorm(width, norm_eps)
+
+    def forward(self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None) -> StackOutput:
+        """Run all layers. The returned state is None if `state` is None."""
+        context = as_context(context)._replace(values={})
+        if state is not None:
+            self._check_state(state)
+        states: list[LayerState] = []
+        sides: list[Side | None] = []
+        for i, layer in enumerate(self.layers):
+            x_BTD, layer_state, side = layer(x_BTD, None if state is None else state.layers[i], context)
+            context = context.after(side)
+            if layer_state is not None:
+                states.append(layer_state)
+            sides.append(side)
+        return StackOutput(self.norm(x_BTD), None if state is None else StackState(tuple(states)), join_sides(sides))
+
+    def _check_state(self, state: object) -> None:
+        if not isinstance(state, StackState):
+            raise StateError(f"state must be a StackState, which init_state returns, got {type(state).__name__}")
+        if len(state.layers) != len(self.layers):
+            raise StateError(
+                f"state must have one entry for each of {len(self.layers)} layers, got {len(state.layers)}"
+            )
+
+    def init_state(self, batch: int, capacity: int | None = None) -> StackState:
+        """Return the initial state. Raises: ValueRangeError; StateError: attention needs a capacity."""
+        check_integer("batch", batch, 0)
+        if capacity is not None:
+            check_integer("capacity", capacity)
+        return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
+
+
+def check_model(model: object) -> None:
+    """Raise InputError unless `model` is a LanguageModel, also one that torch.compile wraps."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "checkpoint_layers"):
+        raise InputError(f"model must be a LanguageModel, which deltazoo.load returns, got {cut(model)}")
+
+
+class LanguageModel(nn.Module):
+    """Compute next-token logits: embedding, stack, head. `StackSpec.build` builds it.
+
+    Initialisation: the embedding, the head and the MLPs' input projections are drawn from N(0, 0.02^2). The
+    projections that write to the residual stream (`out` of mixers and MLPs) are drawn from N(0, 0.02^2 / (2 depth)),
+    except those of mixers with a published scale (`Parts.output_std`: RG-LRU, LRU, S5). The biases of the MLPs are 0.
+    Each mixer initialises its other weights.
+    Source: GPT-2, Radford 2019, section 2.3.
+    """
+
+    def __init__(self, spec: ModelSpec, backend: str | Backend | None = None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.run_settings: RunSettings | None = None  # set by `load`: those of the training run
+        self.embedding_scale, self.logit_cap = spec.embedding_scale, spec.logit_cap
+        # init_weights draws in the order of registration, so the constructor must draw in the same order.
+        self.embedding = nn.Embedding(spec.vocab, spec.width)
+        self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps)
+        self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
+        self.reset_parameters()
+
+    def forward(
+        self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute the logits of the token that follows each token.
+
+        Args:
+            tokens_BT: [B, T] int64 in [0, vocab).
+            state: from `init_state` or the previous call; it may be overwritten in place (see `Mixer`). None starts
+                at the beginning of the sequences and returns no state.
+            context: packed sequences, positions, padding mask.
+        Returns: logits [B, T, L], and the state after the tokens, or None.
+        Raises: InputError or a subclass; StateError: the state belongs to another model or is full.
+        """
+        x_BTD, state = self.features(tokens_BT, state, context)
+        return self.logits(x_BTD), state
+
+    def features(
+        self, tokens_BT: Tensor, state: StackState | None = None, context: Context | None = None
+    ) -> tuple[Tensor, StackState | None]:
+        """Compute the input of the head, [B, T, D]; arguments as for `forward`."""
+        x_BTD, state, _ = self._run_stack(tokens_BT, state, context)
+        return x_BTD, state
+
+    def _run_stack(self, tokens_BT: Tensor, state: StackState | None, context: Context | None) -> StackOutput:
+        self._check_tokens("tokens", tokens_BT)
+        x_BTD = self.embedding(tokens_BT)
+        if self.embedding_scale != 1:
+            x_BTD = x_BTD * self.embedding_scale
+        return StackOutput(*self.stack(x_BTD, state, context))
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """Apply the head to features [..., D]; the result is [..., L]."""
+        logits = F.linear(x_BTD, self._tied_weight(x_BTD)) if self.head is None else self.head(x_BTD)
+        return cap_logits(logits, self.logit_cap)
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
+        """Compute the loss to minimise: the total of `losses`. Returns: a float32 scalar."""
+        return self.losses(tokens_BT, targets_BT, context).total
+
+    def losses(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Losses:
+        """Compute the mean cross entropy of the targets, the auxiliary losses by name, and their weighted sum.
+
+        The logits of all tokens are not stored, unless an untied head is not plain (`is_plain_linear`), as with LoRA or
+        quantised weights: then they are, in the dtype of the head and twice in float32. Every loss is a mean over this
+        batch; with gradient accumulation, a load-balance loss is therefore one of each micro-batch.
+
+        Args: targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
+        Returns: float32 scalars; the cross entropy is in nats per token, and 0 if every target is ignored.
+        """
+        self._check_tokens("targets", targets_BT)
+        if targets_BT.shape != tokens_BT.shape:
+            expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
+            raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
+        x_BTD, _, side = self._run_stack(tokens_BT, None, as_context(context)._replace(losses=True))
+        side = join_sides([side])
+        entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten())
+        return combine_losses(entropy, () if side is None else side.losses)
+
+    def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        if self.head is None:
+            return linear_cross_entropy(x_ND, self._tied_weight(x_ND), targets_N, cap=self.logit_cap)
+        if is_plain_linear(self.head) and self.head.bias is None:
+            return linear_cross_entropy(x_ND, self.head.weight, targets_N, cap=self.logit_cap)
+        logits_NL = self.logits(x_ND)
+        wide_NL = logits_NL.to(state_dtype(logits_NL.dtype))
+        total = F.cross_entropy(wide_NL, targets_N, ignore_index=IGNORE_INDEX, reduction="sum")
+        return total / (targets_N != IGNORE_INDEX).sum().clamp(min=1)
+
+    def init_state(self, batch: int, capacity: int | None = None) -> StackState:
+        """Return the initial state on the model's device.
+
+        Args:
+            batch: number of rows, or of sequences in a pack.
+            capacity: maximum number of tokens in a sequence. Attention needs it; recurrent mixers ignore it.
+        """
+        return self.stack.init_state(batch, capacity)
+
+    @property
+    def device(self) -> torch.device:
+        """The device for tokens: where the embedding computes."""
+        return activation_like(self.embedding).device
+
+    def _tied_weight(self, x: Tensor) -> Tensor:
+        """Return the weights of a tied head [L, D]: those of the embedding, without the effect of its hooks.
+
+        If the embedding holds no plain weights (LoRA, quantised, offloaded, sharded), they are its vectors of all
+        tokens, which take the memory of the weights once more. Args: x: a tensor on the device of the head.
+        """
+        if self._has_plain_embedding:
+            return self.embedding.weight
+        return self.embedding(torch.arange(self._vocabulary, device=x.device))
+
+    @property
+    def _has_plain_embedding(self) -> bool:
+        return type(self.embedding) is nn.Embedding and holds_plain_weights(self.embedding)
+
+    @property
+    def _vocabulary(self) -> int:
+        """The number of tokens of the embedding, also if a wrapper of the embedding does not have the attribute."""
+        return int(getattr(self.embedding, "num_embeddings", self.spec.vocab))
+
+    def rebind(self, backend: str | Backend | None) -> Self:
+        """Change the backend of every mixer's update; arguments and errors as for `deltazoo.bind`."""
+        for module in self.modules():
+            if isinstance(module, HasBackend):
+                module.rebind(backend, activation_like(self.embedding, self))
+                continue
+            for name, value in vars(module).items():
+                if isinstance(value, BoundUpdate):
+                    setattr(module, name, bind(value.spec, backend))
+        return self
+
+    def checkpoint_layers(self, mode: Checkpointing | bool = "full") -> Self:
+        """Choose what the backward recomputes instead of reading it from memory.
+
+        "full" or True: each layer, of which only the input is saved. "selective": all but matrix products, attention
+        and this package's operators for updates, whose results are saved. "none" or False: nothing.
+
+        Raises: ValueRangeError: another mode.
+        """
+        if isinstance(mode, bool):
+            mode = "full" if mode else "none"
+        if mode not in (modes := get_args(Checkpointing)):
+            raise ValueRangeError(f"mode must be one of {', '.join(map(repr, modes))}, True or False, got {mode!r}")
+        for layer in self.stack.layers:
+            layer.checkpointing = mode
+        return self
+
+    def init_weights(self) -> Self:
+        """Initialise every parameter and buffer in place, from torch's default generator.
+
+        After `torch.device("meta")` and `to_empty`, the same seed gives bitwise the weights of a model that was built
+        on the device.
+
+        Raises: TypeError: a module has parameters or buffers but no `reset_parameters`.
+        """
+        init_weights(self)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw the weights whose scale this class sets. The others keep the initialisation of their module."""
+        residual_std = 0.02 / (2 * len(self.stack.layers)) ** 0.5
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=0.02)
+        for layer in dict.fromkeys(self.stack.layers):  # a shared layer is repeated in the stack
+            mlps = [] if layer.mlp is None else [m for m in layer.mlp.modules() if isinstance(m, Mlp)]
+            for mlp in mlps:
+                to_hidden = getattr(mlp, "to_hidden", None)
+                if isinstance(to_hidden, nn.Linear | GroupedLinear):
+                    nn.init.normal_(to_hidden.weight, std=0.02)
+            for module in (*layer.mixers, *mlps):
+                out = getattr(module, "out", None)
+                has_own_scale = getattr(module, "output_std", None) is not None
+                if isinstance(out, nn.Linear | GroupedLinear) and not has_own_scale:
+                    nn.init.normal_(out.weight, std=residual_std)
+
+    def _check_tokens(self, name: str, tokens: Tensor) -> None:
+        if tokens.dim() != 2:
+            raise ShapeError(f"{name} must have shape [B, T], got {list(tokens.shape)}")
+        if tokens.dtype != torch.int64:
+            raise DtypeError(f"{name} must be int64, got {tokens.dtype}")
+        weight = getattr(self.embedding, "weight", None)
+        is_offloaded = isinstance(weight, Tensor) and weight.is_meta and not self._has_plain_embedding
+        if isinstance(weight, Tensor) and not is_offloaded and tokens.device != (device := compute_device(weight)):
+            raise DeviceError(f"{name} must be on {device}, where the model is, got {tokens.device}")
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            invalid = (tokens < 0) | (tokens >= self._vocabulary)
+            if name == "targets":
+                invalid &= tokens != IGNORE_INDEX
+            if bool(invalid.any()):
+                bounds = f"[0, {self._vocabulary})" + (f" or {IGNORE_INDEX}" if name == "targets" else "")
+                raise ValueRangeError(f"{name} must be in {bounds}, got {int(tokens[invalid][0])}")

@@ -1,0 +1,1 @@
+"""Parts of the commands: options, tables, errors, streams and completion. A command is a file beside this folder."""

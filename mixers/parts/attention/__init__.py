@@ -1,0 +1,1 @@
+"""Softmax attention, its caches and its gated and slotted variants. Rotary embeddings are in `mixers.parts`."""

@@ -1,0 +1,68 @@
+"""The logarithm of a running sum of exponentials of bounded scores, with a state, for packed and padded sequences.
+
+B batch, T time, C channels, N sequences
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltazoo.backends.update.base import state_dtype
+from deltazoo.backends.update.varlen import valid_sequence_index
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.state import write_back
+
+# Bound of |score|. z is then at most 60 for 1e12 tokens.
+SCORE_BOUND = 32.0
+# z before the first token; exp(z) is negligible beside that of any score.
+INITIAL = -80.0
+# Offset between packed sequences: it exceeds the range of the terms, -32 to 60, by the 64 at which even 1e10 smaller
+# terms are below the rounding error of float64.
+SEPARATION = 160.0
+
+
+def initial_logsumexp(batch: int, channels: int, like: Tensor) -> Tensor:
+    """Return z before the first token, [B, C]."""
+    return like.new_full((batch, channels), INITIAL, dtype=state_dtype(like.dtype))
+
+
+def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    """z_t = log(exp(z_(t-1)) + exp(score_t)) for all t at once.
+
+    Args: score: [B, T, C], within +-`SCORE_BOUND`; state: z before the first token, [N, C].
+    Returns: z_t and z_(t-1), [B, T, C]; the new state, None if `state` is None.
+    """
+    N = score.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+    first = initial_logsumexp(N, score.shape[2], score) if state is None else state
+    if context.cu_seqlens is not None:
+        z, previous_z, last = _packed(score, first, context.cu_seqlens)
+    else:
+        if context.mask is not None:  # padding leaves z unchanged; it is at the right
+            score = score.masked_fill(~context.mask[..., None], -torch.inf)
+        all_z = torch.logcumsumexp(torch.cat([first[:, None], score], 1), 1)
+        z, previous_z, last = all_z[:, 1:], all_z[:, :-1], all_z[:, -1]
+    return z, previous_z, None if state is None else write_back(state, last)
+
+
+def _packed(score: Tensor, first: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum within each packed sequence, by one sum over all tokens.
+
+    Offsets that rise from one sequence to the next make the terms of earlier sequences negligible. They grow with N, so
+    that the sum is computed in float64. A score that is NaN does not enter the sum, which would pass it to later
+    sequences; the caller's write strength exp(score - z) is NaN all the same.
+    """
+    T = score.shape[1]
+    if not T:
+        return score, score, first
+    wide = torch.float32 if score.device.type == "mps" else torch.float64
+    bounds = cu_seqlens.long()
+    sequence_T = valid_sequence_index(cu_seqlens, T)
+    first_TC = first[sequence_T].to(wide)
+    is_start = (torch.arange(T, device=score.device) == bounds[sequence_T])[:, None]
+    finite_TC = score[0].to(wide).nan_to_num()
+    terms = torch.where(is_start, torch.logaddexp(finite_TC, first_TC), finite_TC)
+    offset = SEPARATION * sequence_T[:, None].to(wide)
+    z = (torch.logcumsumexp(terms + offset, 0) - offset).to(score.dtype)
+    previous_z = torch.where(is_start, first_TC.to(z.dtype), F.pad(z, (0, 0, 1, 0))[:-1])
+    last = torch.where((bounds.diff() > 0)[:, None], z[(bounds[1:] - 1).clamp(min=0)], first)
+    return z[None], previous_z[None], last

@@ -1,0 +1,121 @@
+"""Attention to M memory slots: two linear attentions whose state has a row per slot, with a softmax between them.
+
+B batch, T time, D width, H heads, M slots, K key width, V value width, N sequences
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import (
+    HeadShape,
+    OperandPart,
+    OperandResult,
+    OutputArguments,
+    OutputPart,
+    ResizesHeads,
+    Stateful,
+)
+from deltazoo.mixers.parts.attention.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
+from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
+
+VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
+
+
+class SlotKeyPass(OperandPart, ResizesHeads, ABC):
+    """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + w_t k_t^T, with a and w computed from W x.
+
+    Each slot is a value head with V = 1 whose value is its write strength w, so that the state of the update is K
+    transposed. Returns the intermediate "values": the projected values, for the second pass.
+    """
+
+    def __init__(self, shape: HeadShape, slots: int) -> None:
+        super().__init__()
+        self.heads, self.slots = shape.heads, slots
+        self.proj = nn.Linear(shape.width, shape.heads * slots, bias=False)
+
+    @abstractmethod
+    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return log a and w, [B, T, H M], and the new state. Args: raw: W x, float32 or float64."""
+
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
+        raw = self.proj(x)
+        log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), state, context)
+        v = write[..., None].to(inputs.v.dtype)
+        return inputs._replace(v=v, log_decay=log_decay), new_state, {"values": inputs.v}
+
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(value_heads=shape.heads * self.slots, value_width=1)
+
+
+class GatedSlots(SlotKeyPass):
+    """a = sigmoid(W x)^(1 / temperature) and w = 1 - a (GSA 2409.07146)."""
+
+    def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:
+        super().__init__(shape, slots)
+        self.temperature = temperature
+
+    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        log_decay = F.logsigmoid(raw) / self.temperature
+        return log_decay, -torch.expm1(log_decay), None
+
+    def extra_repr(self) -> str:
+        return f"slots={self.slots}, temperature={self.temperature:g}"
+
+
+class SoftmaxSlots(SlotKeyPass, Stateful):
+    """w_t = exp(s_t - z_t) and a_t = exp(z_(t-1) - z_t) = 1 - w_t with z_t = log sum_(i <= t) exp(s_i) and s = W x.
+
+    Each slot is thus a mean of all keys, weighted by a softmax of s over time. s is clamped to +-32, as in fla.
+
+    State: z, [B, H M].
+    Source: ABC 2110.02488; the stable form, fla's `naive_recurrent_abc`.
+    """
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return initial_logsumexp(batch, self.heads * self.slots, like)
+
+    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
+        z, previous_z, new_state = running_logsumexp(score, state, context)
+        return clamp_nonpositive(previous_z - z), (score - z).exp(), new_state
+
+    def extra_repr(self) -> str:
+        return f"slots={self.slots}"
+
+
+class SlotValuePass(OutputPart, Stateful):
+    """The second pass, o_t = U_t^T softmax(K_t q_t) with U_t = Diag(a_t) U_(t-1) + w_t v_t^T.
+
+    Its query is the softmax over the slots of the first pass's output.
+    State: U, [B, H, M, V].
+    """
+
+    def __init__(self, shape: HeadShape, slots: int) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.update = Update(VALUE_SPEC, shape._replace(key_width=slots, value_heads=shape.heads))
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return self.update.init_state(batch, like)
+
+    def forward(
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        def by_head(x: Tensor) -> Tensor:
+            return rearrange(x, "b t (h m) -> b t h m", h=self.heads)
+
+        assert arguments.inputs.log_decay is not None  # set by `SlotKeyPass`
+        q = by_head(o.squeeze(-1).to(state_dtype(o.dtype))).softmax(-1).to(o.dtype)
+        k = by_head(arguments.inputs.v.squeeze(-1))
+        inputs = UpdateInputs(q, k, context.intermediate("values"), log_decay=by_head(arguments.inputs.log_decay))
+        result: tuple[Tensor, Tensor | None] = call_part(self.update, inputs, state, context)
+        return result

@@ -1,0 +1,73 @@
+"""Diagonal preconditioner of the delta rule: the written key is scaled by a bounded inverse of the keys' second moment.
+
+B batch, T time, D width, H key heads, K key width
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.parts.gates.beta import Beta
+from deltazoo.mixers.parts.gates.decays import SoftplusDecay
+
+SECOND_MOMENT = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
+EPS = 1e-6
+INITIAL_CENTER = -0.2
+
+
+class Preconditioner(OperandPart, Stateful):
+    """k_t <- k_t * M_t and e_t <- k_t, the erase key, with the second moment A of the keys in each channel:
+
+        A_t = a_t A_(t-1) + beta_t k_t^2
+        M_t = bound^(-r / (1 + |r|)), r = log(A_t + 1e-6) - c
+
+    M lies between 1 / bound and bound, and is 1 at A = exp(c). a and beta are Mamba-2's decay and a sigmoid, per key
+    head, from maps apart from those of the delta rule. A is an update with one key channel, whose values are k^2.
+
+    Args:
+        bound: the largest factor.
+        rates: as for `SoftplusDecay`, of a.
+    State: A, [B, H, 1, K].
+    Initialisation: c = -0.2 for each key head; a as `SoftplusDecay`.
+    Source: Preconditioned DeltaNet 2604.21100; M, its constants and initial values as in the authors' code in fla.
+    """
+
+    def __init__(self, shape: HeadShape, bound: float, rates: tuple[float, float]) -> None:
+        super().__init__()
+        self.bound = bound
+        per_key_head = HeadShape(shape.width, shape.heads, shape.heads, 1, shape.key_width)
+        self.decay = SoftplusDecay(per_key_head, rates=rates)
+        self.beta = Beta(per_key_head, SECOND_MOMENT)
+        self.update = Update(SECOND_MOMENT, per_key_head)
+        self.center = nn.Parameter(torch.empty(shape.heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.center, INITIAL_CENTER)
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return self.update.init_state(batch, like)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        k = inputs.k.to(state_dtype(inputs.k.dtype))
+        one = torch.ones_like(k[..., :1])
+        moment = UpdateInputs(one, one, k.square())
+        for part in (self.decay, self.beta):
+            moment, _ = call_part(part, x, moment, None, context)
+        with without_autocast(x):
+            A, new_state = call_part(self.update, moment, state, context)
+        r = torch.log(A + EPS) - self.center.to(A.dtype)[:, None]
+        factor = torch.exp(-math.log(self.bound) * r / (1 + r.abs()))
+        return inputs._replace(k=(k * factor).to(inputs.k.dtype), erase_key=inputs.k), new_state
+
+    def extra_repr(self) -> str:
+        return f"bound={self.bound:g}"

@@ -1,0 +1,96 @@
+"""RWKV-6: the data-dependent token shift, and the projections after it.
+
+B batch, T time, D width, H heads, K key width, V value width
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.mixers.core.mixer import Context, Place
+from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandResult, Stateful
+from deltazoo.mixers.parts.convolution import TokenShift
+from deltazoo.mixers.parts.low_rank import LowRank, Ranks
+
+
+class RWKV6Projection(nn.Module, Stateful, HasFlops):
+    """r, k, v, g and w of x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (x_(t-1) - x_t) mu_x)).
+
+    log_decay = -exp(w_0 + tanh(x_w A) B). Returns the intermediate "gate", g.
+
+    State: the token shift's, [B, 1, D].
+    Initialisation, as in the published code: mu_i and w_0 by channel and layer; the first matrix of each low-rank map
+        is 0, the second uniform in +-0.01.
+    Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
+    """
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
+
+    def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:
+        super().__init__()
+        D, self.shape, self.place = shape.width, shape, place
+        keys, values = shape.heads * shape.key_width, shape.value_heads * shape.value_width
+        self.shift = TokenShift()
+        self.mix_x = nn.Parameter(torch.empty(D))
+        self.mix = nn.Parameter(torch.empty(5, D))  # w, k, v, r, g
+        self.mix_down = nn.Linear(D, 5 * ranks.mix, bias=False)
+        self.mix_up = nn.Parameter(torch.empty(5, ranks.mix, D))
+        self.decay = LowRank(D, ranks.decay, keys, "tanh", partial(_initial_decay, keys, place), 1e-2)
+        self.to_r, self.to_k = (nn.Linear(D, keys, bias=False) for _ in range(2))
+        self.to_v, self.to_g = (nn.Linear(D, values, bias=False) for _ in range(2))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the mixing weights; overrides torch's initialisation of `mix_down`."""
+        layer, depth = self.place
+        share, ratio = layer / max(1, depth - 1), 1 - layer / depth
+        channel = torch.arange(self.shape.width) / self.shape.width
+        self.mix_x.copy_(1 - channel**ratio)
+        w = k = 1 - channel**ratio
+        r = g = 1 - channel ** (ratio / 2)
+        self.mix.copy_(torch.stack([w, k, 1 - (channel**ratio + 0.3 * share), r, g]))
+        nn.init.zeros_(self.mix_down.weight)
+        nn.init.uniform_(self.mix_up, -1e-2, 1e-2)
+
+    def flops(self) -> int:
+        return 2 * self.mix_up.numel()
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return self.shift.init_state(batch, self.shape.width, like)
+
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> OperandResult:
+        previous, new_state = self.shift(x, state, context)
+        delta = previous - x
+        inner = torch.unflatten(self.mix_down(x + delta * self.mix_x.to(x.dtype)).tanh(), -1, (5, -1))
+        low_rank = torch.einsum("btir,ird->ibtd", inner, self.mix_up.to(inner.dtype))
+        x_w, x_k, x_v, x_r, x_g = (x + delta * (m.to(x.dtype) + d) for m, d in zip(self.mix, low_rank, strict=True))
+        log_decay = rearrange(-self.decay(x_w).exp(), "b t (h k) -> b t h k", h=self.shape.heads)
+        q, k = (rearrange(y, "b t (h k) -> b t h k", h=self.shape.heads) for y in (self.to_r(x_r), self.to_k(x_k)))
+        v = rearrange(self.to_v(x_v), "b t (h v) -> b t h v", h=self.shape.value_heads)
+        return UpdateInputs(q, k, v, log_decay=log_decay), new_state, {"gate": self.to_g(x_g)}
+
+
+def initial_bonus(shape: HeadShape, place: Place) -> Callable[[], Tensor]:
+    """Return a function that computes RWKV-6's initial u, [H, K].
+
+    u = l / (L - 1) (1 - i / (H K - 1)) + 0.1 ((i + 1) mod 3 - 1) for channel i of H K in layer l of L.
+    """
+    return partial(_initial_bonus, shape.heads, shape.key_width, place)
+
+
+def _initial_bonus(heads: int, key_width: int, place: Place) -> Tensor:
+    channel = torch.arange(heads * key_width)
+    share = place.layer / max(1, place.depth - 1)
+    slope = share * (1 - channel / max(1, len(channel) - 1))
+    return (slope + 0.1 * ((channel + 1) % 3 - 1)).view(heads, key_width)
+
+
+def _initial_decay(keys: int, place: Place) -> Tensor:
+    share = place.layer / max(1, place.depth - 1)
+    return -6 + 5 * (torch.arange(keys) / max(1, keys - 1)) ** (0.7 + 1.3 * share)

@@ -1,0 +1,162 @@
+"""S4D: a diagonal state space per channel with one input and one output, as a recurrence or a long convolution.
+
+B batch, T time, D channels, N states per channel; K = 2 N for complex states (real parts, imaginary parts), N for real
+"""
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import HeadShape
+from deltazoo.mixers.core.sequences import positions, token_counts
+from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
+from deltazoo.mixers.parts.rotary import rotation_angle
+from deltazoo.mixers.parts.ssm.discretisation import Discretisation, discretise
+
+StateInit = Literal["lin", "inv", "real"]
+DIAGONAL_SSM_SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)
+
+
+class DiagonalSSM(nn.Module):
+    """y_t = Re(sum_n C_n h_nt) + skip x_t with h_nt = a_n h_n(t-1) + b_n x_t; a and b from lambda and dt, per channel.
+
+    As an update, every channel is a head with V = 1. |a| is the decay, and the angle of a rotates q and k.
+    With `convolution`, whole sequences without a state are convolved by FFT with the kernel sum_n C_n a_n^t b_n.
+
+    Args:
+        start: initial eigenvalues, S4D-Lin, S4D-Inv or S4D-Real; the last has real states.
+        convolution: use the FFT for whole sequences; False: always the recurrence.
+        backend: as for `deltazoo.bind`.
+    Initialisation: S4D-Lin, lambda_n = -1/2 + i pi n; S4D-Inv, -1/2 + i M / pi (M / (2 n + 1) - 1) with M = 2 N;
+        S4D-Real, -(n + 1). Re C and Im C are N(0, 2): the factor 2 of conjugate pairs is part of C. dt is log-uniform
+        in [1e-3, 1e-1]; skip is standard normal.
+    State: {"update": [B, D, K, 1], "seen": [B] int64}.
+    Source: S4D 2206.11893, sections 3 and 4.
+    """
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("log_real", "imaginary", "log_dt")
+
+    def __init__(
+        self,
+        channels: int,
+        states: int,
+        start: StateInit = "lin",
+        discretisation: Discretisation = "zoh",
+        convolution: bool = False,
+        backend: str | Backend | None = None,
+    ) -> None:
+        super().__init__()
+        self.start, self.discretisation, self.convolution = start, discretisation, convolution
+        real = start == "real"
+        self.log_real = nn.Parameter(torch.empty(channels, states))
+        self.imaginary = None if real else nn.Parameter(torch.empty(channels, states))
+        self.C = nn.Parameter(torch.empty(channels, states) if real else torch.empty(channels, states, 2))
+        self.log_dt = nn.Parameter(torch.empty(channels, 1))
+        self.skip = nn.Parameter(torch.empty(channels))
+        width = states if real else 2 * states
+        self.update = Update(DIAGONAL_SSM_SPEC, HeadShape(channels, channels, channels, width, 1), backend)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        states = self.log_real.shape[1]
+        n = torch.arange(states)
+        self.log_real.copy_((torch.full((states,), 0.5) if self.start != "real" else n + 1.0).log())
+        if self.imaginary is not None:
+            lin, inv = math.pi * n, 2 * states / math.pi * (2 * states / (2 * n + 1) - 1)
+            self.imaginary.copy_(lin if self.start == "lin" else inv)
+        self.C.normal_()
+        if self.imaginary is not None:
+            self.C.mul_(2**0.5)
+        self.log_dt.uniform_(math.log(DT_MIN), math.log(DT_MAX))
+        self.skip.normal_()
+
+    def init_state(self, batch: int, like: Tensor) -> dict[str, Tensor]:
+        """Return the state before the first token, on the device of `like`."""
+        return {"update": self.update.init_state(batch, like), "seen": like.new_zeros(batch, dtype=torch.int64)}
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None, context: Context
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Filter x [B, T, D], whose padding is at the right and zero. Returns: y in the dtype of x; the new state."""
+        log_magnitude, frequency, b = self._discretise(state_dtype(x.dtype))
+        if self.convolution and state is None and context.cu_seqlens is None:
+            y, new_state = fft_convolve(x, self._kernel(log_magnitude, frequency, b, x.shape[1])), None
+        else:
+            y, new_state = self._recurrent(x, log_magnitude, frequency, b, state, context)
+        return (y + self.skip * x).to(x.dtype), new_state
+
+    def _discretise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log |a| [D, N], the angle of a [D, N], and b [D, N, 2]."""
+        real = -self.log_real.to(dtype).exp()
+        imaginary = torch.zeros_like(real) if self.imaginary is None else self.imaginary.to(dtype)
+        log_magnitude, frequency, *b = discretise(self.discretisation, real, imaginary, self.log_dt.to(dtype).exp())
+        return log_magnitude, frequency, torch.stack(b, -1)
+
+    def _recurrent(
+        self,
+        x: Tensor,
+        log_magnitude: Tensor,
+        frequency: Tensor,
+        b: Tensor,
+        state: dict[str, Tensor] | None,
+        context: Context,
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        dtype = log_magnitude.dtype
+        seen = None if state is None else state["seen"]
+        if self.imaginary is None:
+            k = b[..., 0].expand(*x.shape[:2], -1, -1)
+            q, log_decay = self.C.to(dtype).expand_as(k), log_magnitude
+        else:
+            # The state is in the rotating frame: k = exp(-i angle) b, and q computes Re(C exp(i angle) state).
+            angle = rotation_angle(positions(x, seen, context), frequency, dtype)
+            cos, sin = angle.cos(), angle.sin()
+            b_re, b_im = b.unbind(-1)
+            c_re, c_im = self.C.to(dtype).unbind(-1)
+            k = torch.cat([b_re * cos + b_im * sin, b_im * cos - b_re * sin], -1)
+            q = torch.cat([c_re * cos - c_im * sin, -(c_im * cos + c_re * sin)], -1)
+            log_decay = repeat(log_magnitude, "d n -> d (two n)", two=2)
+        v = x.to(dtype)[..., None]
+        old = None if state is None else state["update"]
+        o, new_state = call_part(self.update, UpdateInputs(q, k, v, log_decay=log_decay), old, context)
+        if state is None or seen is None or new_state is None:
+            return o.squeeze(-1), None
+        return o.squeeze(-1), {"update": new_state, "seen": write_back(seen, seen + token_counts(x, context))}
+
+    def _kernel(self, log_magnitude: Tensor, frequency: Tensor, b: Tensor, T: int) -> Tensor:
+        """Return the convolution kernel sum_n Re(C_n b_n a_n^t), [T, D]."""
+        time = torch.arange(T, device=log_magnitude.device)
+        magnitude = (log_magnitude * time[:, None, None]).exp()
+        if self.imaginary is None:
+            return (magnitude * (self.C.to(b.dtype) * b[..., 0])).sum(-1)
+        (b_re, b_im), (c_re, c_im) = b.unbind(-1), self.C.to(b.dtype).unbind(-1)
+        angle = rotation_angle(time[None], frequency, log_magnitude.dtype)[0]
+        re, im = c_re * b_re - c_im * b_im, c_re * b_im + c_im * b_re
+        return (magnitude * (re * angle.cos() - im * angle.sin())).sum(-1)
+
+    def extra_repr(self) -> str:
+        return f"discretisation={self.discretisation!r}, convolution={self.convolution}"
+
+
+def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
+    """Convolve causally by FFT: y_t = sum_(s <= t) kernel_(t - s) x_s.
+
+    Args: x: [B, T, D]; kernel: [T or more, D].
+    Returns: [B, T, D] in the dtype of the kernel.
+    """
+    T = x.shape[1]
+    if T == 0 or x.shape[0] == 0:  # MKL refuses an empty transform
+        return x.to(kernel.dtype)
+    size = 2 * T
+    wide = x.to(kernel.dtype)
+    spectrum = torch.fft.rfft(rearrange(wide, "b t d -> b d t"), size) * torch.fft.rfft(kernel[:T].mT, size)
+    return rearrange(torch.fft.irfft(spectrum, size)[..., :T], "b d t -> b t d")

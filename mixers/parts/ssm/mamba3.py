@@ -1,0 +1,187 @@
+"""Mamba-3's operands: a trapezoidal write, and keys and queries rotated by angles that accumulate over the tokens.
+
+B batch, T time, D width, H key heads (groups), HV value heads, K key width, V value width, R rotated pairs of channels,
+N sequences
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import (
+    HeadShape,
+    OperandPart,
+    OperandResult,
+    OutputArguments,
+    OutputPart,
+    ResizesHeads,
+    Stateful,
+)
+from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
+from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.convolution import TokenShift
+from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
+from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.rotary import Rotation, apply_rotary
+
+MIN_RATE = 1e-4
+
+
+class BiasedNorm(OperandPart, ResizesHeads):
+    """q <- RMSNorm(q) + b_h and k <- RMSNorm(k) + c_h for each value head h of the group of q and k.
+
+    Initialisation: the weights of the norms and both biases are 1.
+    """
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("q_bias", "k_bias")
+
+    def __init__(self, shape: HeadShape, eps: float) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = (RMSNorm(shape.key_width, eps) for _ in range(2))
+        self.q_bias, self.k_bias = (nn.Parameter(torch.empty(shape.value_heads, shape.key_width)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.q_bias)
+        nn.init.ones_(self.k_bias)
+
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(heads=shape.value_heads)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        q = self._biased(self.q_norm(inputs.q), self.q_bias)
+        return inputs._replace(q=q, k=self._biased(self.k_norm(inputs.k), self.k_bias)), None
+
+    def _biased(self, normed: Tensor, bias: Tensor) -> Tensor:
+        per_value_head = repeat(normed, "b t h k -> b t (h g) k", g=bias.shape[0] // normed.shape[2])
+        return (per_value_head + bias).to(normed.dtype)
+
+
+class TrapezoidalGates(OperandPart):
+    """The step size dt, the decay log_decay = -dt A, and the share lambda of the present token's write.
+
+        dt = softplus(W x + dt_bias),  A = max(f(W_A x), 1e-4),  lambda = sigmoid(W_l x)
+
+    with f(y) = 1 + y for y >= 0 and 1 / (1 - y) below, all per value head. Returns the intermediates "dt" and "share",
+    which is lambda, [B, T, HV].
+
+    Initialisation: dt_bias as `init_dt_bias`.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.proj = nn.Linear(shape.width, 3 * shape.value_heads, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(shape.value_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init_dt_bias(self.dt_bias)
+
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
+        raw = self.proj(x)
+        raw_dt, raw_rate, raw_share = raw.to(state_dtype(raw.dtype)).chunk(3, -1)
+        dt = softplus(raw_dt + self.dt_bias.to(raw_dt.dtype))
+        rate = (raw_rate.clamp(min=0) + 1 / (1 - raw_rate.clamp(max=0))).clamp(min=MIN_RATE)
+        return inputs._replace(log_decay=-dt * rate), None, {"dt": dt, "share": raw_share.sigmoid()}
+
+
+class AccumulatedRotary(OperandPart, Stateful):
+    """q_t, k_t <- R(theta_t) q_t, R(theta_t) k_t with theta_t = theta_(t-1) + dt_t pi tanh(W x_t) for each value head.
+
+    W x is shared by the heads; dt, the intermediate of the same name, is not. A rotation acts on the channels i and
+    i + R for i < R. Angles are summed in float64 modulo 2 pi.
+
+    Args: fraction: share of the K channels that rotate.
+    State: theta, [B, HV, R].
+    """
+
+    def __init__(self, shape: HeadShape, fraction: float) -> None:
+        super().__init__()
+        self.pairs = int(shape.key_width * fraction) // 2
+        if self.pairs < 1:
+            raise ConfigError(
+                f"rotary_fraction must rotate at least two channels of a key, got {fraction:g} of {shape.key_width}"
+            )
+        self.heads = shape.value_heads
+        self.proj = nn.Linear(shape.width, self.pairs, bias=False)
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return like.new_zeros(batch, self.heads, self.pairs, dtype=state_dtype(like.dtype))
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        raw, dt = self.proj(x), context.intermediate("dt")  # padded tokens are 0, and a map without bias keeps them 0
+        angle_step = math.pi * torch.tanh(raw.to(dt.dtype))[:, :, None] * dt[..., None]
+        angle = accumulated_angle(angle_step, state, context)
+        new_state = None if state is None else write_back(state, last_of_each_sequence(angle, state, context))
+        rotation = Rotation(angle.cos(), angle.sin())
+        return inputs._replace(q=apply_rotary(inputs.q, rotation), k=apply_rotary(inputs.k, rotation)), new_state
+
+    def extra_repr(self) -> str:
+        return f"pairs={self.pairs}"
+
+
+class TrapezoidalWrite(OperandPart, Stateful):
+    """The write of the trapezoidal rule, (1 - lambda_t) dt_t a_t k_(t-1) v_(t-1)^T + lambda_t dt_t k_t v_t^T.
+
+    The state of the update leaves out the present token's term, which is added to it with the next token and to the
+    output by `PresentWrite`. A token then makes one write instead of two:
+
+        U_t = a_t U_(t-1) + beta_t k_(t-1) v_(t-1)^T,  beta_t = a_t (lambda_(t-1) dt_(t-1) + (1 - lambda_t) dt_t)
+        o_t = U_t^T q_t + lambda_t dt_t (k_t^T q_t) v_t
+
+    Reads "dt" and "share", lambda; returns "present", the factor of v_t [B, T, HV].
+
+    Args: scale: factor on the output.
+    State: k, v and lambda dt of the last token, [B, 1, HV (K + V + 1)].
+    """
+
+    def __init__(self, shape: HeadShape, scale: float) -> None:
+        super().__init__()
+        self.heads, self.scale = shape.value_heads, scale
+        self.sizes = [self.heads * width for width in (shape.key_width, shape.value_width, 1)]
+        self.shift = TokenShift()
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return like.new_zeros(batch, 1, sum(self.sizes), dtype=state_dtype(like.dtype))
+
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
+        assert inputs.log_decay is not None  # set by `TrapezoidalGates`
+        dt, share, q, k, v = context.intermediate("dt"), context.intermediate("share"), inputs.q, inputs.k, inputs.v
+        present = share * dt
+        factor = self.scale * present * (q.to(dt.dtype) * k.to(dt.dtype)).sum(-1)
+        streams = k.flatten(2), v.flatten(2), present
+        histories = [None] * 3 if state is None else state.split(self.sizes, -1)
+        results = [self.shift(y, history, context) for y, history in zip(streams, histories, strict=True)]
+        previous_k, previous_v, previous = (shifted for shifted, _ in results)
+        new_state = None if state is None else write_back(state, torch.cat([new for _, new in results], -1))
+        beta = inputs.log_decay.exp() * (previous + (1 - share) * dt)
+        k, v = (rearrange(y, "b t (h c) -> b t h c", h=self.heads) for y in (previous_k, previous_v))
+        return inputs._replace(k=k, v=v, beta=beta), new_state, {"present": factor}
+
+
+class PresentWrite(OutputPart):
+    """o_t <- o_t + lambda_t dt_t (k_t^T q_t) v_t, the present token's term; reads "present" of `TrapezoidalWrite`."""
+
+    def forward(
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        return (o + context.intermediate("present")[..., None] * arguments.projected.v).to(o.dtype), None
+
+
+def accumulated_angle(angle_step: Tensor, state: Tensor | None, context: Context) -> Tensor:
+    """Return theta_t = theta_(t-1) + angle_step_t modulo 2 pi within each sequence, in the dtype of `angle_step`.
+
+    Args: angle_step: [B, T, HV, R], 0 at padded tokens; state: theta before the first token, [N, HV, R], None: 0.
+    """
+    total = segment_cumsum(angle_step, state, context)
+    return total.remainder(2 * math.pi).to(angle_step.dtype)

@@ -1,0 +1,93 @@
+"""Selective state spaces: operands and step size of each channel computed from the convolved input (Mamba, Longhorn).
+
+B batch, T time, C channels (= HV, each a head with V = 1), N state size (= K), R rank of the step size
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import HeadShape, OperandPart
+from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
+from deltazoo.mixers.parts.norms import RMSNorm
+
+InnerNorm = Literal["plain", "weighted"]
+
+
+class SelectiveOperands(OperandPart):
+    """q, k and a step size per channel from the projected v: [r, k, q] = W v, step = activation(W_dt r + dt_bias).
+
+    kind "mamba": softplus; log_decay = step rate, rate = -exp(A_log) [C, N], not materialised over time; v <- step v.
+    kind "longhorn": sigmoid; log_decay = log(1 - d k^2) with d = step / (1 + step |k|^2); v <- d v.
+
+    Args:
+        rank: R.
+        norm: RMS norms of r, k and q, "plain" without weights (Falcon Mamba), or "weighted" (Jamba); None: no norms.
+        norm_eps: epsilon of these norms.
+    Initialisation: A_log = log(1..N) (S4D-Real); W_dt uniform in +-R^(-1/2); dt_bias as `init_dt_bias`, for longhorn 0.
+    Source: Mamba 2312.00752, section 3.2, algorithm 2 and section 3.6; Longhorn 2407.14207, algorithm 1.
+    """
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log",)
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        rank: int,
+        kind: Literal["mamba", "longhorn"],
+        norm: InnerNorm | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        channels, size = shape.value_heads, shape.key_width
+        self.kind, self.sizes = kind, [rank, size, size]
+        self.proj = nn.Linear(channels, sum(self.sizes), bias=False)
+        self.to_step = nn.Linear(rank, channels)
+        self.A_log = nn.Parameter(torch.empty(channels, size)) if kind == "mamba" else None
+        self.norms = None
+        if norm is not None:
+            self.norms = nn.ModuleList(RMSNorm(size, norm_eps, norm == "weighted") for size in self.sizes)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set A_log, and override torch's initialisation of the map to the step size."""
+        bound = self.sizes[0] ** -0.5
+        nn.init.uniform_(self.to_step.weight, -bound, bound)
+        if self.A_log is None:
+            self.to_step.bias.zero_()
+        else:
+            init_dt_bias(self.to_step.bias)
+            self.A_log.copy_(torch.arange(1.0, self.A_log.shape[1] + 1).log())
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        streams: tuple[Tensor, ...] = self.proj(inputs.v.squeeze(-1)).split(self.sizes, dim=-1)
+        if self.norms is not None:
+            streams = tuple(norm(stream) for norm, stream in zip(self.norms, streams, strict=True))
+        r, k, q = streams
+        dtype = state_dtype(q.dtype)
+        if is_plain_linear(self.to_step):
+            # The bias is added outside the product, which autocast rounds to its dtype.
+            raw = F.linear(r, self.to_step.weight.to(r.dtype)).to(dtype) + self.to_step.bias.to(dtype)
+        else:
+            raw = self.to_step(r).to(dtype)
+        inputs = inputs._replace(q=q[:, :, None], k=k[:, :, None], v=inputs.v.to(q.dtype))
+        if self.A_log is not None:
+            step = softplus(raw)
+            v = (inputs.v * step[..., None]).to(q.dtype)
+            return inputs._replace(v=v, step=step, rate=-self.A_log.to(dtype).exp()), None
+        k_square = k.to(dtype).square()
+        step = raw.sigmoid()
+        d = step / (1 + step * k_square.sum(-1, keepdim=True))
+        log_decay = torch.log1p(-d[..., None] * k_square[:, :, None])
+        return inputs._replace(v=(inputs.v * d[..., None]).to(q.dtype), log_decay=log_decay), None
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}"
