@@ -87,6 +87,12 @@ def with_gates(q: Tensor, k: Tensor, sums_BTH: Tensor, scale: float) -> tuple[Te
 
 def _split(x: Tensor) -> Tensor:
     """Split into three terms along a new last dimension; the first two have the 8 significant bits of bfloat16."""
-    high = x.detach().bfloat16().to(x.dtype)
-    middle = (x.detach() - high).bfloat16().to(x.dtype)
+    high = _leading_bits(x.detach())
+    middle = _leading_bits(x.detach() - high)
     return torch.stack([x - high - middle, high, middle], -1)
+
+
+def _leading_bits(x: Tensor) -> Tensor:
+    """Return x truncated to 8 significant bits. Inductor would drop a cast to bfloat16 and back."""
+    bits, rest = (torch.int64, 45) if x.dtype == torch.float64 else (torch.int32, 16)
+    return (x.view(bits) >> rest << rest).view(x.dtype)
