@@ -97,7 +97,7 @@ def test_bash_completes_names(words, expected, tmp_path):
 
 def test_completion_imports_no_torch():
     code = (
-        "import sys; from deltazoo.cli import completion as c\n"
+        "import sys; from deltazoo.cli.terminal import completion as c\n"
         "c.complete_name(''), c.complete_stack(''), c.complete_backends(''), c.complete_mixers('')\n"
         "assert c.complete_device_name('NVIDIA H2') == ['NVIDIA H200']\n"
         "sys.exit('torch' in sys.modules)"

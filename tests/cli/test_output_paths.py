@@ -24,7 +24,7 @@ BENCH = (
 @pytest.fixture
 def table(tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(json.dumps({"version": 2, "device": "NVIDIA H200", "records": []}))
+    path.write_text(json.dumps({"version": 3, "device": "NVIDIA H200", "records": []}))
     return path
 
 

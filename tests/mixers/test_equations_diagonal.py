@@ -198,6 +198,6 @@ def test_rotation_is_accurate_after_100000_tokens() -> None:
     outputs = []
     for module, y in ((mixer, x), (exact, x.double())):
         state = module.init_state(1)
-        state["ssm.seen"] += 100_000
+        state["ssm.seen"].add_(100_000)
         outputs.append(module(y, state)[0].double())
     assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 1e-4
