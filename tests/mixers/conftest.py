@@ -7,6 +7,7 @@ from small_configs import OURS, WIDTH, ZOO
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
+from deltazoo.mixers.families.update import UpdateConfig
 
 BACKENDS: dict[str, str | Backend] = {
     "reference": "reference",
@@ -20,6 +21,7 @@ ALSO_CHUNKED = (
     "deltanet, negative eigenvalues, 3 householders",
     "EFLA with channel decay",
 )
+WITH_UPDATE = {name: config for name, config in ZOO.items() if isinstance(config, UpdateConfig)}
 _CASES = [*((name, "reference") for name in ZOO), *((name, "chunked") for name in ALSO_CHUNKED)]
 
 
@@ -31,6 +33,12 @@ def zoo() -> dict[str, MixerConfig]:
 @pytest.fixture(params=ZOO, ids=[name.replace(" ", "-") for name in ZOO])
 def config(request: pytest.FixtureRequest) -> MixerConfig:
     return ZOO[request.param]
+
+
+@pytest.fixture(params=WITH_UPDATE, ids=[name.replace(" ", "-") for name in WITH_UPDATE])
+def update_config(request: pytest.FixtureRequest) -> UpdateConfig:
+    """Config that builds a DeltaMixer."""
+    return WITH_UPDATE[request.param]
 
 
 @pytest.fixture(params=OURS)
