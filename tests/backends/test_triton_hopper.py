@@ -161,7 +161,7 @@ def test_a_hopper_launch_is_refused_where_the_kernel_cannot_run(kernel):
 
 def test_a_fused_backward_is_refused_where_the_kernel_cannot_run():
     x = gated(1, 5)
-    with pytest.raises(ConfigError, match=r"reverse\.kernel = 'fused' needs .*, K in 65 to 128, .*, H = HV"):
+    with pytest.raises(ConfigError, match=r"reverse\.kernel = 'fused' needs .*, K 65 to 128, .*, H = HV"):
         bind(GATED, TritonBackend(LaunchConfig(**FUSED)))(x)
     with pytest.raises(ValueError, match=r"segment_chunks must be 0 with reverse\.kernel = 'fused', got 16"):
         LaunchConfig(segment_chunks=16, **FUSED)
