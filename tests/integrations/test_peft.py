@@ -38,7 +38,7 @@ def assert_equals_merged(adapted: PeftModel, count: int) -> None:
 
 
 def linear_maps(model: nn.Module) -> int:
-    return sum(type(module) is nn.Linear for module in model.modules())
+    return sum(isinstance(module, nn.Linear) for module in model.modules())
 
 
 def test_lora_on_all_linear_maps_of_a_mixer(mixer: str) -> None:

@@ -66,7 +66,7 @@ LIBRARIES = {
 
 def assert_equals_dequantised(model: LanguageModel, expected: LanguageModel, library: Library) -> None:
     layers = library.quantise(model)
-    assert len(layers) == sum(type(module) is nn.Linear for module in expected.modules()) > 0
+    assert len(layers) == sum(isinstance(module, nn.Linear) for module in expected.modules()) > 0
     assert all(type(layer.weight) is not nn.Parameter for layer in layers.values())
     copy_weights(expected, layers, library.weight)
     assert_computes(model, expected, LIMIT)
