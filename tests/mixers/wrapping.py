@@ -96,10 +96,10 @@ def with_product_weight(linear: nn.Linear) -> nn.Linear:
 def replace(
     module: nn.Module, wrap: Callable[[Any], nn.Module], kind: type[nn.Module] = nn.Linear, prefix: str = ""
 ) -> dict[str, nn.Module]:
-    """Replace every submodule of exactly this class. Returns: the new modules by name."""
+    """Replace every submodule of this class or a subclass of it. Returns: the new modules by name."""
     replaced: dict[str, nn.Module] = {}
     for name, child in list(module.named_children()):
-        if type(child) is kind:
+        if isinstance(child, kind):
             replaced[prefix + name] = module._modules[name] = wrap(child)
         else:
             replaced |= replace(child, wrap, kind, f"{prefix}{name}.")
