@@ -73,6 +73,8 @@ def test_list_prints_one_line_per_entry_at_80_columns(ok, monkeypatch):
 
 def test_every_mixer_states_its_family_and_purpose_and_dates_its_paper(ok):
     for entry in ok("list", "mixers", "--json").json["mixers"]:
+        if not registry.is_built_in(registry.MIXERS, entry["name"]):
+            continue  # a plug-in may lack them
         assert entry["family"], entry["name"]
         assert 10 <= len(entry["purpose"]) <= 47, entry["name"]  # a row of 80 columns
         assert 2017 <= entry["year"] <= 2026, entry["name"]
