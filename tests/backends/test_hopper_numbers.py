@@ -424,7 +424,11 @@ def test_the_emulation_detects_faults(monkeypatch, fault):
         ),
         "barrier": ("consumer_release", lambda empty: None, "timeout in a wait for an mbarrier"),
         "product": ("warpgroup_mma_wait", lambda outstanding, deps: tuple(deps), "read before the wait for it"),
-        "copy": ("producer_arrive", lambda full, pending, pred: producer_arrive(full, pending + 1, pred), r"nan +limit"),
+        "copy": (
+            "producer_arrive",
+            lambda full, pending, pred: producer_arrive(full, pending + 1, pred),
+            r"nan +limit",
+        ),
     }[fault]
     monkeypatch.setattr(producer if fault == "copy" else scan, name, replacement)
     monkeypatch.setattr(gluon_on_cpu, "TIMEOUT", 0.5 if fault == "barrier" else gluon_on_cpu.TIMEOUT)
