@@ -205,7 +205,7 @@ class _Live(Generic[_B]):
             print_header(filter(None, [benchmark.partial()]))
 
     def report(self, benchmark: _B) -> None:
-        """Print what is new in a benchmark, unless it is printed as JSON at the end."""
+        """Print the rows measured since the last call, unless the benchmark is printed as JSON at the end."""
         if not self.as_json:
             if self._latest is None:
                 print_header(benchmark.header())

@@ -85,7 +85,7 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
             sentences.append(_unknown_field(location, str(problem["loc"][0]), model))
             continue
         sentence = describe_invalid(location, problem["msg"])
-        # "value_error" is a sentence of one of our validators, which names what was given
+        # A "value_error" comes from a validator of this package, whose sentence already contains the value.
         if problem["type"] not in ("missing", "value_error") and problem["loc"]:
             sentence += f", got {cut(problem['input'])}"
         if problem["type"] == "literal_error" and isinstance(problem["input"], str):

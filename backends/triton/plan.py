@@ -38,7 +38,7 @@ _RECOMPUTED_CHUNKS = 16  # per program of the recomputation, without segments; a
 
 
 class KernelLaunch(NamedTuple):
-    """One launch: what it computes, by which kernel, on how many programs, for which chunks."""
+    """One launch of a plan: its step, kernel, number of programs, chunks, tiles and options."""
 
     step: Step
     kernel: Kernel
@@ -355,7 +355,7 @@ def windows_of(
 
 
 def _refusal(phase: str, version: str, problem: Problem, device: DeviceSpec, chunk: int) -> str:
-    """The conditions of the version that is nearest to the problem, and what was given."""
+    """Return the sentence that refuses a version: its conditions, and the problem and device."""
     kernels = [kernel for kernel in KERNELS[phase] if kernel.version == version]
     support = next((k.support for k in kernels if k.support.is_for(problem)), kernels[0].support)
     return (

@@ -1,4 +1,4 @@
-"""The kernels of an update: the step that each computes, what it supports, its grid, tiles, warps and registers.
+"""The kernels of an update: phase, supported problems, grid, tiles, warps and registers of each.
 
 A kernel for a new architecture is a `Kernel` in `KERNELS`; plan, heuristic, tuner, launch code and `explain` read this
 registry. Kernels are named by strings, so that a plan needs no Triton. README.md has a row for each kernel.

@@ -125,8 +125,8 @@ class Kernel(NamedTuple):
 
     Args:
         name: of the function. module: the module that defines it.
-        phase: what it computes. version: the name by which a launch config asks for it.
-        support: what it takes.
+        phase: the phase of the update that it computes. version: its name in a launch config.
+        support: the problems and devices that it supports.
         programs: its grid, from the problem, the span and the tiles.
         tiles: from the problem and the phase's `Launch` in the config. options: from these and the tokens per chunk.
         replaces: later phases that it also computes.

@@ -36,8 +36,8 @@ from deltazoo.backends.triton.tiles import cdiv
 
 _log = logging.getLogger("deltazoo")
 
-# What is tuned, in this order: chunks per segment, then the launches of the registry's phases. The reverse scan decides
-# whether the two kernels after it are launched.
+# The tuner measures these in order: chunks per segment, then the launches of the registry's phases. The reverse scan
+# decides whether the two kernels after it are launched.
 TUNED = ("segment_chunks", *dict.fromkeys(("prepare", "scan", "reverse", *KERNELS)))
 
 # Triton versions whose records hold for each other: those that assemble with the same ptxas, here 12.8.93. Kernels

@@ -27,7 +27,7 @@ class MixerEntry(BaseModel):
     """A mixer with default fields.
 
     Args:
-        family, purpose: what it is and what distinguishes it; "" if a plug-in does not say.
+        family, purpose: from the class of its config; "" if a plug-in does not define them.
         year: of the first paper in `source`; None if it names none.
         about: the first paragraph of the docstring, in most cases the whole mixer's equation.
         equation: that of the update; spec: the fields that differ from UpdateSpec's defaults.
@@ -100,7 +100,7 @@ class Catalog(BaseModel):
 
 
 def catalog(kinds: Container[str] = KINDS) -> Catalog:
-    """List what is installed of some kinds. A mixer or backend that cannot be loaded is listed with its problem."""
+    """List the installed entries of some kinds. One that cannot be loaded is listed with its problem."""
     return Catalog(
         mixers=[_mixer_entry(name) for name in registry.names(registry.MIXERS) if "mixers" in kinds],
         backends=[_backend_entry(name) for name in registry.names(registry.BACKENDS) if "backends" in kinds],

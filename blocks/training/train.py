@@ -215,7 +215,7 @@ class _Run:
             self.saved_step = self.step
 
     def log_changes(self, changed: Mapping[str, tuple[Any, Any]], requested: Mapping[str, Any]) -> None:
-        """Log and keep the settings that differ from those of the run; what was not requested is in train.yaml."""
+        """Log and keep the settings that differ from those of the run, including edits of train.yaml."""
         for name, (old, new) in changed.items():
             change = Change(step=self.step, time=now(), setting=name, old=old, new=new)
             self.changes.append(change)

@@ -49,7 +49,7 @@ class LiveTable:
         label: list[str] = []
         for row in rows:
             if row[0] != self.case or output_width() is None:
-                print_lines(label)  # what is left of the label of a case with few rows
+                print_lines(label)  # the lines of a label that is longer than the rows of its case
                 self.case, label = row[0], self._wrapped(row[0])
             print_lines(row_lines([label.pop(0) if label else "", *row[1:]], self.widths, right))
         print_lines(label)

@@ -37,7 +37,7 @@ class ElementSizes(NamedTuple):
 
 
 class ElementStep(NamedTuple):
-    """One launch: what it computes, by which kernel, on how many programs of how many warps."""
+    """One launch of a plan: its step, kernel, number of programs, and warps per program."""
 
     step: str
     kernel: str
