@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
-from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
@@ -238,11 +237,7 @@ class GateLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight)
         y = y.to(state_dtype(y.dtype))
-        if self.bias is None:
-            return y
-        y = y + self.bias.to(y.dtype)
-        # Inductor of torch 2.11 would load the bias in the sum over tokens that follows, and fail for CUDA.
-        return materialize(y) if torch.compiler.is_compiling() else y
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def init_normal(linear: nn.Linear, std: float) -> None:

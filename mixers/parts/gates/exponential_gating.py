@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
@@ -52,6 +53,9 @@ class ExponentialGate(OperandPart, Stateful):
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = self.proj(x)
+        if torch.compiler.is_compiling():
+            # Inductor of torch 2.11 would load the bias in the sum over tokens below, and fail for CUDA.
+            raw = materialize(raw)
         capped = SOFT_CAP * torch.tanh(raw.to(state_dtype(raw.dtype)) / SOFT_CAP)
         log_input, log_decay = capped[..., : self.heads], F.logsigmoid(capped[..., self.heads :])
         m, previous_m, new_state = running_max(log_decay, log_input, state, context)

@@ -6,13 +6,11 @@ B batch, T time, C channels (= HV, each a head with V = 1), N state size (= K), 
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart
+from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
 from deltazoo.mixers.parts.norms import RMSNorm
 
@@ -47,7 +45,7 @@ class SelectiveOperands(OperandPart):
         channels, size = shape.value_heads, shape.key_width
         self.kind, self.sizes = kind, [rank, size, size]
         self.proj = nn.Linear(channels, sum(self.sizes), bias=False)
-        self.to_step = nn.Linear(rank, channels)
+        self.to_step = GateLinear(rank, channels)
         self.A_log = nn.Parameter(torch.empty(channels, size)) if kind == "mamba" else None
         self.norms = None
         if norm is not None:
@@ -73,11 +71,7 @@ class SelectiveOperands(OperandPart):
             streams = tuple(norm(stream) for norm, stream in zip(self.norms, streams, strict=True))
         r, k, q = streams
         dtype = state_dtype(q.dtype)
-        if is_plain_linear(self.to_step):
-            # The bias is added outside the product, which autocast rounds to its dtype.
-            raw = F.linear(r, self.to_step.weight.to(r.dtype)).to(dtype) + self.to_step.bias.to(dtype)
-        else:
-            raw = self.to_step(r).to(dtype)
+        raw = self.to_step(r).to(dtype)
         inputs = inputs._replace(q=q[:, :, None], k=k[:, :, None], v=inputs.v.to(q.dtype))
         if self.A_log is not None:
             step = softplus(raw)
