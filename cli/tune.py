@@ -85,7 +85,7 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Merge launch tables of one device."""
-    from deltazoo.backends.triton.table import merge_tables
+    from deltazoo.backends.triton.runtime.table import merge_tables
 
     merged = merge_tables(tables, out)
     if as_json:
@@ -104,7 +104,7 @@ def _print_plan(planned: "Sequence[Planned]") -> None:
 
 
 def _print(tuned: "Tuned") -> None:
-    from deltazoo.backends.triton.table import COLUMNS
+    from deltazoo.backends.triton.runtime.table import COLUMNS
 
     print_line(tuned.environment.line())
     print_table(COLUMNS, [record.cells() for record in tuned.records])

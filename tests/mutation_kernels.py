@@ -26,9 +26,10 @@ class Mutation(NamedTuple):
     count: int = 1
 
 
-KERNELS = "backends/triton/kernels"
-PORTABLE = f"{KERNELS}/portable"
-HOPPER = f"{KERNELS}/sm90"
+TRITON = "backends/triton"
+PORTABLE = f"{TRITON}/chunk/kernels/portable"
+HOPPER = f"{TRITON}/chunk/kernels/sm90"
+CONV_KERNELS = f"{TRITON}/conv/kernels/short_conv.py"
 ELEMENT = "backends/test_triton_element.py::test_each_spec_conforms_with_and_without_segments"
 PORTABLE_TEST = "backends/test_triton.py::test_each_spec_conforms_with_two_launch_configs"
 ERASE_KEY_TEST = "backends/test_hopper_numbers.py::test_erase_keys_that_differ_from_k"
@@ -58,7 +59,7 @@ PORTABLE_KERNELS = [
         "test-kernels", f"{PORTABLE_TEST}[gated delta-one segment-grouped]",
     ),
     Mutation(
-        "segments: the slots of two sequences overlap", f"{KERNELS}/layout.py",
+        "segments: the slots of two sequences overlap", f"{TRITON}/device/layout.py",
         "return first_scratch_slot // SEGMENT_CHUNKS + n + segment",
         "return first_scratch_slot // SEGMENT_CHUNKS + segment",
         "test-kernels", "backends/test_triton.py::test_each_kernel_conforms[gated delta, segments]",
@@ -103,87 +104,87 @@ PORTABLE_KERNELS = [
         "test-kernels", "backends/test_triton.py::test_rows_after_the_last_sequence_are_zero[gated delta]",
     ),
     Mutation(
-        "micro-step: only an additive update decays the state", f"{KERNELS}/decode/micro_step.py",
+        "micro-step: only an additive update decays the state", f"{TRITON}/decode/kernels/micro_step.py",
         "if DECAYS:", "if DECAYS and not DELTA:", "test-kernels", f"{DECODE_TEST}[gated delta]",
     ),
     Mutation(
-        "decode step: every Householder step decays the state", f"{KERNELS}/decode/token.py",
+        "decode step: every Householder step decays the state", f"{TRITON}/decode/kernels/token.py",
         "DECAYS and m == 0", "DECAYS", "test-kernels", f"{DECODE_TEST}[householders, before]",
     ),
     Mutation(
-        "decode step: the slot behind the pool is read and written", f"{KERNELS}/decode/token.py",
+        "decode step: the slot behind the pool is read and written", f"{TRITON}/decode/kernels/token.py",
         "in_pool = (slot >= 0) & (slot < pool_rows)", "in_pool = (slot >= 0) & (slot <= pool_rows)", "test-kernels",
         "backends/test_triton.py::test_decode_with_a_slot_outside_the_pool_accesses_no_state[gated delta]",
     ),
     Mutation(
-        "fused step: the history of the convolution is not shifted", f"{KERNELS}/decode/fused_step.py",
+        "fused step: the history of the convolution is not shifted", f"{TRITON}/decode/kernels/fused_step.py",
         "taps[i + 1].to(", "taps[i].to(", "test-kernels", f"{FUSED_TEST}[gated delta-none]",
     ),
     Mutation(
-        "fused step: the feedback weakens the write, too", f"{KERNELS}/decode/fused_step.py",
+        "fused step: the feedback weakens the write, too", f"{TRITON}/decode/kernels/fused_step.py",
         "writes = writes + (strength * traits.WRITE_FACTOR,)", "writes = writes + (erase * traits.WRITE_FACTOR,)",
         "test-kernels", f"{FUSED_TEST}[comba-all]",
     ),
     Mutation(
-        "decode: the erase has the write strength", f"{KERNELS}/decode/token.py",
+        "decode: the erase has the write strength", f"{TRITON}/decode/kernels/token.py",
         "tl.load(erase + step * HV + hv)", "tl.load(write + step * HV + hv)",
         "test-kernels", f"{DECODE_TEST}[comba]",
     ),
     Mutation(
-        "fused step: the skip connection is scaled like the output", f"{KERNELS}/decode/fused_step.py",
+        "fused step: the skip connection is scaled like the output", f"{TRITON}/decode/kernels/fused_step.py",
         "tl.load(skip + hv).to(tl.float32) * v", "tl.load(skip + hv).to(tl.float32) * v * scale",
         "test-kernels", f"{FUSED_TEST}[mamba2-all]",
     ),
     Mutation(
-        "short convolution: the taps are applied in the wrong order", f"{KERNELS}/conv/short_conv.py",
+        "short convolution: the taps are applied in the wrong order", CONV_KERNELS,
         "weight + channel * W + (W - 1 - j)", "weight + channel * W + j",
         "test-kernels", f"{CONV_TEST}[short-torch.float32]",
     ),
     Mutation(
-        "short convolution: a sequence of a pack reads the one before it", f"{KERNELS}/conv/rows.py",
+        "short convolution: a sequence of a pack reads the one before it", f"{TRITON}/conv/kernels/rows.py",
         "x_j = tl.where((row < 0)[:, None], past, x_j)", "x_j += 0.0 * past",
         "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
     ),
     Mutation(
-        "short convolution, backward: the derivative of SiLU lacks a term", f"{KERNELS}/conv/short_conv.py",
+        "short convolution, backward: the derivative of SiLU lacks a term", CONV_KERNELS,
         "d *= gate + gate * (a - s)", "d *= gate + s", "test-kernels", f"{CONV_TEST}[short-torch.float32]",
     ),
     Mutation(
-        "short convolution, backward: a gradient crosses the start of a sequence", f"{KERNELS}/conv/short_conv.py",
+        "short convolution, backward: a gradient crosses the start of a sequence", CONV_KERNELS,
         "later = clear_at_start(later, is_first, W)", "later = later",
         "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
     ),
     Mutation(
-        "element backward: adds up the sums of the wrong interval", f"{KERNELS}/element/backward.py",
+        "element backward: adds up the sums of the wrong interval", f"{TRITON}/element/kernels/backward.py",
         "pending += (1 - interval % 2) * SCRATCH", "pending += interval % 2 * SCRATCH", "test-kernels",
         f"{ELEMENT}[rate, after-one segment-shared keys]",
     ),
     Mutation(
-        "element backward: a token at the end misses the one before it", f"{KERNELS}/element/backward.py",
+        "element backward: a token at the end misses the one before it", f"{TRITON}/element/kernels/backward.py",
         "for earlier in range(stop, t):", "for earlier in range(stop, t - 1):", "test-kernels",
         "backends/test_triton_element.py::test_strong_decays_conform[rate, after-torch.float32-one segment]",
     ),
     Mutation(
-        "element backward: each group starts from the checkpoint", f"{KERNELS}/element/backward.py",
+        "element backward: each group starts from the checkpoint", f"{TRITON}/element/kernels/backward.py",
         "S = states[GROUPS - 1]", "S = states[0]", "test-kernels", f"{ELEMENT}[rate, after-one segment-shared keys]",
     ),
     Mutation(
-        "element prefetch: reads the row after the last", f"{KERNELS}/element/prefetch.py",
+        "element prefetch: reads the row after the last", f"{TRITON}/element/kernels/prefetch.py",
         "rows = tl.minimum(row + i // PER_ROW, last - 1)", "rows = tl.minimum(row + i // PER_ROW, last)",
         "test-kernels", "backends/test_prefetch.py",
     ),
     Mutation(
-        "element backward: lanes keep the tile that they send", f"{KERNELS}/element/sums.py",
+        "element backward: lanes keep the tile that they send", f"{TRITON}/element/kernels/sums.py",
         "sent = tl.where(is_first, xs[2 * i + 1], xs[2 * i])", "sent = tl.where(is_first, xs[2 * i], xs[2 * i + 1])",
         "test-kernels", f"{ELEMENT}[rate, after-one segment-shared keys]",
     ),
     Mutation(
-        "replay: a recording ignores the sizes of its arguments", "backends/triton/replay.py",
+        "replay: a recording ignores the sizes of its arguments", "backends/triton/runtime/replay.py",
         "key += (x.dtype, x.shape)", "key.append(x.dtype)",
         "test", "backends/test_replay.py::test_calls_with_other_dtypes_sizes_or_traits_are_recorded_anew",
     ),
     Mutation(
-        "replay: a view starts where its buffer does", "backends/triton/replay.py",
+        "replay: a view starts where its buffer does", "backends/triton/runtime/replay.py",
         "pointers[tensor] + offset if describe is None", "pointers[tensor] if describe is None",
         "test", "backends/test_replay.py::test_repeated_call_allocates_again_and_passes_views_and_numbers",
     ),
@@ -249,39 +250,39 @@ HOPPER_KERNELS = [
 
 LAUNCHES = [
     Mutation(
-        "launch: the fake operator has a wrong number of checkpoint slots", "backends/triton/op.py",
+        "launch: the fake operator has a wrong number of checkpoint slots", "backends/triton/chunk/op.py",
         "return parse(config).chunk, parse(config).checkpoint_chunks",
         "return parse(config).chunk, parse(config).checkpoint_chunks + 1",
         "test-kernels", "backends/test_triton.py::test_operators_pass_opcheck",
     ),
     Mutation(
-        "plan: the windows of the backward run from the first to the last", "backends/triton/plan.py",
+        "plan: the windows of the backward run from the first to the last", "backends/triton/chunk/plan.py",
         "for window in reversed(range(span.windows)):", "for window in range(span.windows):",
         "test-kernels", "backends/test_triton.py::test_gradients_do_not_depend_on_the_number_of_windows[()-1]",
     ),
     Mutation(
-        "plan: the fused backward is chosen for grouped heads", "backends/triton/registry.py",
+        "plan: the fused backward is chosen for grouped heads", "backends/triton/chunk/registry.py",
         "values=range(33, 129), grouped=False)", "values=range(33, 129))", "test",
         "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper_prepare_kernel-"
         "hopper_scan_kernel-hopper_backward_sweep_kernel]",
     ),
     Mutation(
-        "plan: gate gradients are launched where no gate has one", "backends/triton/plan.py",
+        "plan: gate gradients are launched where no gate has one", "backends/triton/chunk/plan.py",
         "if any(gate_gradients(problem).values()):", "if True:", "test",
         "backends/test_launches.py::test_explain_lists_no_gate_gradients_of_an_update_without_gates[RWKV-7]",
     ),
     Mutation(
-        "norm: the gradient of the residual stream is dropped", f"{KERNELS}/norm.py",
+        "norm: the gradient of the residual stream is dropped", f"{TRITON}/norm/kernels.py",
         "d_tile += residual", "d_tile += 0.0",
         "test-kernels", "backends/test_triton_norm.py::test_the_norm_of_a_sum_and_its_gradients[shape1-dtype0-True]",
     ),
     Mutation(
-        "norm: the gradient of the gate lacks the slope", f"{KERNELS}/norm.py",
+        "norm: the gradient of the gate lacks the slope", f"{TRITON}/norm/kernels.py",
         "d_phi = dy_tile * slope", "d_phi = dy_tile",
         "test-kernels", "backends/test_triton_norm.py::test_a_gated_norm_and_its_gradients[shape1-dtype0-silu-False]",
     ),
     Mutation(
-        "glu: the slope of SiLU lacks its second term", "backends/triton/kernels/glu.py",
+        "glu: the slope of SiLU lacks its second term", "backends/triton/glu/kernels.py",
         "s * (1 + gate * (1 - s))", "s",
         "test-kernels",
         "backends/test_triton_glu.py::test_the_kernels_compute_the_activation_and_its_gradient[9-37-dtype0-silu]",

@@ -1,6 +1,6 @@
 """The planted bugs of mutations.py, and the test that must catch each."""
 
-from mutation_kernels import CONV_TEST, HOPPER_KERNELS, KERNELS, LAUNCHES, PORTABLE_KERNELS, Mutation
+from mutation_kernels import CONV_KERNELS, CONV_TEST, HOPPER_KERNELS, LAUNCHES, PORTABLE_KERNELS, TRITON, Mutation
 
 EQUATION = "::test_mixer_equals_its_equation"
 
@@ -142,11 +142,11 @@ MIXERS = [
         "test", "mixers/test_mom.py::test_mixture_of_any_mixer_equals_a_loop_over_tokens[deltanet]",
     ),
     Mutation(
-        "short convolution: every group has the weights of the first", f"{KERNELS}/conv/short_conv.py",
+        "short convolution: every group has the weights of the first", CONV_KERNELS,
         "channel += group * traits.C", "channel += 0", "test-kernels", f"{CONV_TEST}[groups-torch.float32]",
     ),
     Mutation(
-        "short convolution, backward: tokens before a group add to its gradient", f"{KERNELS}/conv/rows.py",
+        "short convolution, backward: tokens before a group add to its gradient", f"{TRITON}/conv/kernels/rows.py",
         "mask = row_mask(i - u, low, high, in_channels)", "mask = row_mask(i - u, 0 * low, high, in_channels)",
         "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
     ),

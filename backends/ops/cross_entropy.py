@@ -13,7 +13,7 @@ from deltazoo.backends.io.errors import DeviceError, DtypeError, ShapeError, Val
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.wide_product import add_product_
-from deltazoo.backends.triton import cross_entropy as kernel
+from deltazoo.backends.triton.loss import op as kernel
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 

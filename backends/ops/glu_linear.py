@@ -12,7 +12,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
 from deltazoo.backends.torch_ext.modes import functorch_is_active
-from deltazoo.backends.triton.glu import glu, glu_backward
+from deltazoo.backends.triton.glu.op import glu, glu_backward
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
 
 Activation = Literal["silu", "gelu", "relu2"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
 from deltazoo.backends.torch_ext.modes import functorch_is_active
-from deltazoo.backends.triton import norm as kernels
 from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.norm import op as kernels
 from deltazoo.backends.update.base import state_dtype
 
 GateActivation = Literal["silu", "sigmoid"]

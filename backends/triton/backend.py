@@ -11,15 +11,15 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton import decode_step as fused
-from deltazoo.backends.triton import short_conv as conv
+from deltazoo.backends.triton.chunk.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.decode_op import begin_step, commit_, decode_operands, step_, verify
+from deltazoo.backends.triton.conv import op as conv
+from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.decode.op import begin_step, commit_, decode_operands, step_, verify
 from deltazoo.backends.triton.element.op import element_step_, element_update
 from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
 from deltazoo.backends.triton.lower import computes_in_float32, lower
-from deltazoo.backends.triton.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.show import explain_plan
 from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode

@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deltazoo.backends.triton.chunk.registry import CHUNK, versions
 from deltazoo.backends.triton.element.config import ElementConfig
-from deltazoo.backends.triton.registry import CHUNK, versions
 
 
 class Launch(BaseModel):

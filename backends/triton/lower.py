@@ -4,7 +4,7 @@ The kernels compute one form, per value head, with the strengths b and w one num
 
     S_t = S~_t + k_t (w_t v_t - R_t^T (b_t e_t))^T
 
-- For EFLA and Longhorn b is beta: the kernels compute the strength from it and |k|^2 (kernels/step_size.py).
+- For EFLA and Longhorn b is beta: the kernels compute the strength from it and |k|^2 (device/step_size.py).
 - Strengths per channel are multiplied into values, v = write * v, and keys of the erase, e = erase * k. With a decay
   per channel the kernels compute the latter.
 - Several householders are micro-steps: tokens of their own, of which the first has the decay and the last the read.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton.precompile import device_of
+from deltazoo.backends.triton.chunk.registry import saves_16_bits
 from deltazoo.backends.triton.problem import Decay, Problem
-from deltazoo.backends.triton.registry import saves_16_bits
+from deltazoo.backends.triton.runtime.precompile import device_of
 
 T_ = TypeVar("T_", bound=tuple[Any, ...])
 _DECAY_OF_DIM: dict[int, Decay] = {1: "fixed", 3: "head", 4: "channel"}
@@ -62,7 +62,7 @@ class ScanKind(NamedTuple):
         tied: w equals b and is passed as None.
         scale: of q.
         config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
-        reparam: "efla" or "longhorn": b is beta, and the kernels compute the strength (kernels/step_size.py).
+        reparam: "efla" or "longhorn": b is beta, and the kernels compute the strength (device/step_size.py).
         erase_channels: e is the strength of the erase per channel; the erase key is e k.
     """
 

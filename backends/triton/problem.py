@@ -29,7 +29,7 @@ class Problem(NamedTuple):
         erase, write: strengths are operands. tied: one operand is both.
         state: there is an initial state.
         read: q reads the state after or before the token's update. erase_from: the state that the erase reads.
-        reparam: "efla" or "longhorn": the kernels compute the strength from beta (kernels/step_size.py).
+        reparam: "efla" or "longhorn": the kernels compute the strength from beta (device/step_size.py).
         erase_channels: the erase key is k times an operand per channel.
     """
 

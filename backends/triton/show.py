@@ -7,15 +7,15 @@ import torch
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton.decode_op import decode_operands
+from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan
+from deltazoo.backends.triton.chunk.registry import KERNELS, PHASES
+from deltazoo.backends.triton.chunk.resolve import decode_plan, decode_problem
+from deltazoo.backends.triton.decode.op import decode_operands
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of
-from deltazoo.backends.triton.plan import KernelLaunch, Plan
 from deltazoo.backends.triton.problem import Problem, architecture
-from deltazoo.backends.triton.registry import KERNELS, PHASES
-from deltazoo.backends.triton.resolve import decode_plan, decode_problem
 from deltazoo.backends.triton.route import route_of
-from deltazoo.backends.triton.table import describe, look_up
+from deltazoo.backends.triton.runtime.table import describe, look_up
 from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.update.spec import UpdateSpec
 

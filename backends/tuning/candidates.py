@@ -11,15 +11,15 @@ import torch
 
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton.chunk.heuristic import heuristic, in_version
+from deltazoo.backends.triton.chunk.plan import make_plan
+from deltazoo.backends.triton.chunk.registry import STEPS, choose, takes, versions
+from deltazoo.backends.triton.chunk.resolve import decode_problem
 from deltazoo.backends.triton.config import Launch, LaunchConfig
-from deltazoo.backends.triton.decode_op import decode_operands
-from deltazoo.backends.triton.heuristic import heuristic, in_version
+from deltazoo.backends.triton.decode.op import decode_operands
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of as problem_of_operands
-from deltazoo.backends.triton.plan import make_plan
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.registry import STEPS, choose, takes, versions
-from deltazoo.backends.triton.resolve import decode_problem
 from deltazoo.backends.triton.tiles import cdiv, min_key_tile, value_tile
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.spec import UpdateSpec

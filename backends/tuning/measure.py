@@ -26,9 +26,9 @@ from deltazoo.backends.measure.workload import Direction, Workload
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.backends.torch_ext.devices import DeviceSpec, usable_device
 from deltazoo.backends.triton.backend import TritonBackend
+from deltazoo.backends.triton.chunk.registry import STEPS
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.registry import STEPS
-from deltazoo.backends.triton.table import key_of
+from deltazoo.backends.triton.runtime.table import key_of
 from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
 from deltazoo.backends.update.base import UpdateInputs, UpdateMeta

@@ -26,10 +26,10 @@ from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton import decode_step as fused
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.revisions import REVISIONS
-from deltazoo.backends.triton.table import (
+from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.runtime.revisions import REVISIONS
+from deltazoo.backends.triton.runtime.table import (
     Key,
     Record,
     Table,

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import torch
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.chunk.heuristic import heuristic
+from deltazoo.backends.triton.chunk.plan import Plan, make_plan
+from deltazoo.backends.triton.chunk.saved import Saved
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
-from deltazoo.backends.triton.plan import Plan, make_plan
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.saved import Saved
 from deltazoo.backends.triton.support import Options
 
 _OPTIONS = Options()
@@ -54,7 +54,7 @@ def launch_update(
         strengths: "apart": one for the erase and one for the write; "tied": one for both; "channels": e has the erase
             strengths.
     """
-    from deltazoo.backends.triton import backward, execute, forward
+    from deltazoo.backends.triton.chunk import backward, execute, forward
 
     B, T, H, HV, K, V = 1 if problem.packed else problem.N, *problem[2:7]
     dtype, strength = problem.dtype, torch.empty(B, T, HV)

@@ -572,16 +572,19 @@ PTX = {
     "select_pairs": lambda upper, x, y, level: where(upper, x, y),
     "cumsum_by_warp": lambda x: Array(x.x.cumsum(-1)),
 }
-PACKAGE = "deltazoo.backends.triton.kernels"
+PACKAGE = "deltazoo.backends.triton.chunk.kernels"
+
+
+DEVICE = "deltazoo.backends.triton.device"
 
 
 @functools.cache
 def kernels(*names: str) -> dict[str, types.ModuleType]:
-    """Import the kernel modules of these names on the stand-ins; sys.modules and the package are restored."""
-    package = importlib.import_module(PACKAGE)
-    attributes = dict(vars(package))
-    kernel_modules = {name for name in sys.modules if name.startswith(PACKAGE + ".")}
-    saved = {name: sys.modules.pop(name) for name in kernel_modules}
+    """Import the kernel modules of these names on the stand-ins; sys.modules and the packages are restored."""
+    packages = [importlib.import_module(name) for name in (PACKAGE, DEVICE)]
+    attributes = [dict(vars(package)) for package in packages]
+    reloaded = (f"{PACKAGE}.", f"{DEVICE}.")
+    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(reloaded)}
     stand_ins = _modules()
     saved |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}
     stand_ins[f"{PACKAGE}.sm90.ptx"] = types.ModuleType("ptx")
@@ -590,11 +593,12 @@ def kernels(*names: str) -> dict[str, types.ModuleType]:
     try:
         return {f"{PACKAGE}.{name}": importlib.import_module(f"{PACKAGE}.{name}") for name in names}
     finally:
-        for name in [n for n in sys.modules if n.startswith(PACKAGE + ".") or n in stand_ins]:
+        for name in [n for n in sys.modules if n.startswith(reloaded) or n in stand_ins]:
             del sys.modules[name]
         sys.modules.update(saved)
-        vars(package).clear()
-        vars(package).update(attributes)
+        for package, values in zip(packages, attributes, strict=True):
+            vars(package).clear()
+            vars(package).update(values)
 
 
 def _gluon_value(constant):

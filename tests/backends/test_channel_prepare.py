@@ -7,8 +7,8 @@ import pytest
 import torch
 from gluon_on_cpu import Timing, kernels, launcher
 
+from deltazoo.backends.triton.chunk.saved import Prepared
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
-from deltazoo.backends.triton.saved import Prepared
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 C = 64

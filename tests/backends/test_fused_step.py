@@ -32,7 +32,7 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
-from deltazoo.backends.triton import decode_step as fused
+from deltazoo.backends.triton.decode import fused
 from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target
@@ -330,7 +330,7 @@ COMPILED = (
 )
 def test_the_kernels_compile_for_hopper_without_spills(name, monkeypatch):
     compiler = Compiler(all=True)
-    monkeypatch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     step = STEPS[name]
     for dtype, options in ((torch.bfloat16, ("slots",)), (torch.float32, OPTIONS["all"])):
         arguments = draw(step, options, dtype=dtype, device="cpu")

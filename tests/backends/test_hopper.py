@@ -12,9 +12,9 @@ from compiling import Compiler, launch_update
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import backend
+from deltazoo.backends.triton.chunk.saved import Prepared
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.saved import Prepared
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = [
@@ -238,7 +238,7 @@ WRONG_ADDRESS = """
 
 def test_functions_that_triton_renamed_are_called_by_one_name():
     """gluon_versions.py chooses the name that the installed version has."""
-    folder = Path(backend.__file__).with_name("kernels")
+    folder = Path(backend.__file__).parent
     renamed = re.compile(r"thread_barrier|gl\.barrier|async_copy_global_to_shared|\.async_load|[._]reinterpret\b")
     calls = {path.name for path in folder.rglob("*.py") if renamed.search(path.read_text())}
     assert calls == {"gluon_versions.py"}

@@ -12,7 +12,8 @@ from deltazoo import UpdateSpec, conformance
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, plan, problem
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, problem
+from deltazoo.backends.triton.chunk import plan
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
-    from deltazoo.backends.triton import execute
+    from deltazoo.backends.triton.chunk import execute
 
     names = (
         "sm90.prepare",

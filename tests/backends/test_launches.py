@@ -14,15 +14,16 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.pairwise import pairwise_with
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
-from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend, launcher
+from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton.arguments import Tensors
+from deltazoo.backends.triton.chunk.arguments import Tensors
+from deltazoo.backends.triton.chunk.execute import load
+from deltazoo.backends.triton.chunk.plan import Plan
+from deltazoo.backends.triton.chunk.registry import COMBINE, GATE_GRADIENTS, KERNELS, SUM_GROUPS
 from deltazoo.backends.triton.element.show import element_plans
-from deltazoo.backends.triton.execute import load
 from deltazoo.backends.triton.limits import limits_of
-from deltazoo.backends.triton.plan import Plan
-from deltazoo.backends.triton.registry import COMBINE, GATE_GRADIENTS, KERNELS, SUM_GROUPS
 from deltazoo.backends.triton.route import route_of
+from deltazoo.backends.triton.runtime import launcher
 from deltazoo.backends.triton.show import plan_for
 
 DEVICES = {

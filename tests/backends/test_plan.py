@@ -12,15 +12,16 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend, launcher
+from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton import limits as triton_limits
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.chunk.heuristic import heuristic
+from deltazoo.backends.triton.chunk.plan import make_plan
+from deltazoo.backends.triton.chunk.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL, saves_16_bits
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of
-from deltazoo.backends.triton.plan import make_plan
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL, saves_16_bits
+from deltazoo.backends.triton.runtime import launcher
 from deltazoo.backends.triton.show import problem_for
 from deltazoo.backends.triton.support import Kernel, Support, fixed_options, fixed_tiles, per_segment
 from deltazoo.backends.update.base import UpdateMeta
@@ -362,8 +363,9 @@ def test_readme_has_one_row_per_version_with_its_kernels():
 def test_readme_names_every_kernel():
     package = files("deltazoo.backends.triton")
     text = (package / "README.md").read_text(encoding="utf-8")
-    sources = (path.read_text(encoding="utf-8") for path in Path(str(package / "kernels")).rglob("*.py"))
-    defined = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
+    sources = (path.read_text(encoding="utf-8") for path in Path(str(package)).rglob("*.py"))
+    kernel = re.compile(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", re.MULTILINE)
+    defined = {name for source in sources for name in kernel.findall(source)}
     assert {*re.findall(r"^\|.*`(\w+_kernel)`", text, re.MULTILINE)} <= defined
     assert defined <= {*re.findall(r"`(\w+_kernel)`", text)}
 

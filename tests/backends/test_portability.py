@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltazoo.backends.triton import heuristic, plan
+from deltazoo.backends.triton.chunk import heuristic, plan
 from deltazoo.backends.triton.limits import size_refusals
 
 STORED = json.loads(Path(__file__).with_name("portability.json").read_text())["results"]

@@ -12,11 +12,14 @@ from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.short_conv import ConvInputs
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
-from deltazoo.backends.triton import TritonBackend, decode_op, op, precompile
-from deltazoo.backends.triton import decode_step as fused
+from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton import short_conv as conv
+from deltazoo.backends.triton.chunk import op
+from deltazoo.backends.triton.conv import op as conv
+from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.decode import op as decode_op
 from deltazoo.backends.triton.operands import ScanKind
+from deltazoo.backends.triton.runtime import precompile
 from deltazoo.mixers import GatedDeltaNet
 
 HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
@@ -97,11 +100,11 @@ def test_tracing_compiles_the_kernels_that_are_launched(monkeypatch, traced, wha
             o, final, saved = op._scan_impl(*arguments)
             calls = [(op._scan_impl, arguments), (op._backward_impl, (*operands, saved, o, final, *kind))]
     launched = []
-    monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher._compiled", {})
     monkeypatch.setattr(precompile, "await_kernel", launched.append)
     for body, arguments in calls:
         body(*arguments)
-        monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
+        monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher._compiled", {})
         trace(body, arguments)
     assert launched
     assert [key[:-1] for key in traced] == [key[:-1] for key in launched]
@@ -134,7 +137,7 @@ def test_unbacked_size_is_not_traced(monkeypatch, traced):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
     monkeypatch.setattr(precompile, "_pool", precompile._Pool())
-    monkeypatch.setattr("deltazoo.backends.triton.launcher._compiled", {})
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher._compiled", {})
     launched = []
 
     def watched_await(key):

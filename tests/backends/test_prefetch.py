@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton_cases import DEVICE, needs_triton
 
-from deltazoo.backends.triton.kernels.element.prefetch import sector_offsets
+from deltazoo.backends.triton.element.kernels.prefetch import sector_offsets
 
 pytestmark = needs_triton
 

@@ -13,9 +13,10 @@ from deltazoo import bind, watch
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton import TritonBackend, backend, launcher, replay
+from deltazoo.backends.triton import TritonBackend, backend
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.limits import limits_of
+from deltazoo.backends.triton.runtime import launcher, replay
 
 HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
 

@@ -1,7 +1,8 @@
 """Hashes of the PTX of the kernels for sm_90, which may not change without notice.
 
 A different hash means that the compiled code changed. If that changes performance or numerics, raise the kernel's
-revision in backends/triton/revisions.py. In any case regenerate the hashes: python tests/backends/test_revisions.py
+revision in backends/triton/runtime/revisions.py. In any case regenerate the hashes:
+python tests/backends/test_revisions.py
 """
 
 import json
@@ -15,12 +16,12 @@ from compiling import Compiler, launch_update, ptx_hash
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton import decode_step as fused
-from deltazoo.backends.triton.decode_op import decode_operands
-from deltazoo.backends.triton.heuristic import heuristic
+from deltazoo.backends.triton.chunk.heuristic import heuristic
+from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.decode.op import decode_operands
 from deltazoo.backends.triton.operands import StepKind, StepOperands
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.revisions import REVISIONS
+from deltazoo.backends.triton.runtime.revisions import REVISIONS
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.spec import UpdateSpec
 
@@ -55,7 +56,7 @@ def compile_case(name: str) -> dict[str, str]:
 
 def compile_steps() -> dict[str, str]:
     """Compile the kernels of a decode step, of the update and of a mixer."""
-    from deltazoo.backends.triton import decode
+    from deltazoo.backends.triton.decode import launch as decode
 
     spec, dplr = UpdateSpec(decay="head", beta="head"), UpdateSpec(decay="channel", transition="dplr")
     launch = heuristic(Problem(torch.bfloat16, 4, 1, 2, 2, 128, 128, True, False, "head", False), HOPPER).decode
@@ -64,7 +65,7 @@ def compile_steps() -> dict[str, str]:
     compiler = Compiler(all=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "launcher", compiler)
-        patch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
+        patch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
         decode.step_(*_tokens(spec, 1), states, None, launch)
         fused.fused_decode_step_(step, *draw_step(step, (), 4, torch.bfloat16, torch.device("cpu"))[:2], None)
         for update in (spec, dplr):
@@ -106,7 +107,7 @@ def test_compiled_kernels_have_the_stored_hashes(case):
     changed = sorted(name for name in {*current, *expected} if current.get(name) != expected.get(name))
     assert not changed, (
         f"the compiled code of {', '.join(changed)} changed: if performance or numerics changed, raise the revision in "
-        f"backends/triton/revisions.py; then regenerate {STORED.name} by: {COMMAND}"
+        f"backends/triton/runtime/revisions.py; then regenerate {STORED.name} by: {COMMAND}"
     )
 
 

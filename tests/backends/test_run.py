@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton import Launch, LaunchConfig
-from deltazoo.backends.triton import launcher as running
+from deltazoo.backends.triton.runtime import launcher as running
 
 
 class Kernel:

@@ -29,7 +29,7 @@ from deltazoo.backends.io.errors import (
 )
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.triton import TritonBackend
-from deltazoo.backends.triton import short_conv as conv
+from deltazoo.backends.triton.conv import op as conv
 from deltazoo.backends.update.dispatch import bind_conv, use_backend
 from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import KDA, Context, DeltaNet, GatedDeltaNet, Hyena, Mesa, MixerConfig

@@ -9,11 +9,11 @@ import torch
 from tune_cases import FORWARD, LONG, PACK, T900, TOKEN, FakeRunner, by_kernel, problem_of
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.triton import table as tables
+from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.config import Launch
-from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.revisions import REVISIONS
-from deltazoo.backends.triton.table import Table, merge_tables, read_table, user_table
+from deltazoo.backends.triton.runtime import table as tables
+from deltazoo.backends.triton.runtime.revisions import REVISIONS
+from deltazoo.backends.triton.runtime.table import Table, merge_tables, read_table, user_table
 from deltazoo.backends.tuning.tune import tune
 
 
@@ -287,7 +287,7 @@ def test_failed_write_keeps_the_old_table(tmp_path, monkeypatch):
 
 
 def test_shipped_records_have_a_gain_and_the_present_revision():
-    folder = tables.files("deltazoo.backends.triton") / "tuned"
+    folder = tables.files("deltazoo.backends.triton.runtime") / "tuned"
     for path in folder.iterdir() if folder.is_dir() else []:
         table = read_table(path)
         assert path.name == f"{tables.slug(table.device)}.json"

@@ -31,10 +31,10 @@ from deltazoo.backends.io.errors import OperandError
 from deltazoo.backends.measure.benchmark import BenchConfig, bench
 from deltazoo.backends.measure.shapes import TINY, Shape
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
-from deltazoo.backends.triton.decode_op import decode_operands
-from deltazoo.backends.triton.op import chunk_scan
+from deltazoo.backends.triton.chunk.op import chunk_scan
+from deltazoo.backends.triton.chunk.plan import windows_of
+from deltazoo.backends.triton.decode.op import decode_operands
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands
-from deltazoo.backends.triton.plan import windows_of
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.update.base import slice_tokens
 from deltazoo.backends.update.reference import ReferenceBackend

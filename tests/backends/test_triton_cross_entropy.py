@@ -12,8 +12,8 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import cross_entropy
 from deltazoo.backends.ops.cross_entropy import linear_cross_entropy
-from deltazoo.backends.triton import cross_entropy as kernel
-from deltazoo.backends.triton.cross_entropy import is_supported, losses_
+from deltazoo.backends.triton.loss import op as kernel
+from deltazoo.backends.triton.loss.op import is_supported, losses_
 
 IGNORED = -100
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -118,7 +118,7 @@ def test_the_kernel_needs_a_gpu_and_at_most_32_bits():
 @pytest.mark.parametrize("L", [32000, 50257])
 def test_the_compiled_kernel_has_no_spills_and_wide_loads(monkeypatch, L):
     compiler = Compiler(all=True)
-    monkeypatch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     stride = -(-L // 64) * 64
     logits = torch.empty(2, stride, dtype=torch.bfloat16)[:, :L]
     losses_(logits, torch.zeros(2, dtype=torch.int64), None, torch.empty(2), True, IGNORED, 1e-4, 30.0)

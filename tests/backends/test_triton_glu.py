@@ -11,7 +11,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import glu_linear as module
 from deltazoo.backends.ops.glu_linear import glu_linear
-from deltazoo.backends.triton import glu as launches
+from deltazoo.backends.triton.glu import op as launches
 from deltazoo.blocks.model.mlp import Dense
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -216,7 +216,7 @@ def test_the_kernels_need_a_gpu_and_at_most_32_bits():
 def test_the_compiled_kernels_have_no_spills_and_wide_accesses(monkeypatch, activation):
     monkeypatch.setattr(launches, "COLUMNS", 512)
     compiler = Compiler(all=True)
-    monkeypatch.setattr("deltazoo.backends.triton.launcher.launcher", compiler)
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     hidden, d_h = torch.empty(8, 11008, dtype=torch.bfloat16), torch.empty(8, 5504, dtype=torch.bfloat16)
     launches.glu(hidden, activation)
     launches.glu_backward(hidden, d_h, activation)

@@ -9,7 +9,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import rms_norm as module
 from deltazoo.backends.ops.rms_norm import add_rms_norm, gated_rms_norm
-from deltazoo.backends.triton import norm as launches
+from deltazoo.backends.triton.norm import op as launches
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers import GatedDeltaNet

@@ -9,11 +9,11 @@ from tune_cases import FORWARD, GATED, HOPPER, LONG, PACK, T900, TOKEN, FakeRunn
 from deltazoo.backends.conformance.decode_step import draw_step, typical_step
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.shapes import Shape
-from deltazoo.backends.triton import decode_step as fused
+from deltazoo.backends.triton.chunk.heuristic import heuristic
+from deltazoo.backends.triton.chunk.plan import make_plan
 from deltazoo.backends.triton.config import Launch, LaunchConfig
-from deltazoo.backends.triton.heuristic import heuristic
-from deltazoo.backends.triton.plan import make_plan
-from deltazoo.backends.triton.table import configured, key_of, read_table
+from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.runtime.table import configured, key_of, read_table
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target, candidates
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of

@@ -129,18 +129,18 @@ def launch(problem: Problem, triton: str, compiler: Compiler) -> None:
     from deltazoo.backends.conformance import Case
     from deltazoo.backends.conformance.cases import draw
     from deltazoo.backends.measure.shapes import Shape
-    from deltazoo.backends.triton import decode
     from deltazoo.backends.triton import problem as problems
-    from deltazoo.backends.triton.decode_op import decode_operands
-    from deltazoo.backends.triton.heuristic import heuristic
+    from deltazoo.backends.triton.chunk.heuristic import heuristic
+    from deltazoo.backends.triton.chunk.registry import saves_16_bits
+    from deltazoo.backends.triton.decode import launch as decode
+    from deltazoo.backends.triton.decode.op import decode_operands
     from deltazoo.backends.triton.lower import computes_in_float32, splits_terms
-    from deltazoo.backends.triton.registry import saves_16_bits
     from deltazoo.backends.update.spec import UpdateSpec
 
     name, update, dtype_name, width, kind = problem
     device, dtype = device_of(name, triton), getattr(torch, dtype_name)
     if kind in WITHOUT_UPDATE:
-        with patch("deltazoo.backends.triton.launcher.launcher", compiler):
+        with patch("deltazoo.backends.triton.runtime.launcher.launcher", compiler):
             launch_without_update(kind, dtype, width)
         return
     spec = UpdateSpec(**UPDATES[update])
@@ -174,7 +174,10 @@ def launch_without_update(kind: str, dtype: Any, width: int) -> None:
     """Run the launch code of another kernel of a layer, with heads of `width`, on CPU tensors."""
     import torch
 
-    from deltazoo.backends.triton import cross_entropy, glu, norm, short_conv
+    from deltazoo.backends.triton.conv import op as short_conv
+    from deltazoo.backends.triton.glu import op as glu
+    from deltazoo.backends.triton.loss import op as cross_entropy
+    from deltazoo.backends.triton.norm import op as norm
     from deltazoo.backends.update.base import ConvInputs
 
     heads, tokens = 4, 200

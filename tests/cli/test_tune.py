@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltazoo.backends.triton import table as tables
 from deltazoo.backends.triton.config import Launch
-from deltazoo.backends.triton.table import read_table
+from deltazoo.backends.triton.runtime import table as tables
+from deltazoo.backends.triton.runtime.table import read_table
 from deltazoo.blocks.inspect import tuning
 
 _PATH = Path(__file__).parents[1] / "backends" / "test_tune.py"

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
 from deltazoo.backends.triton.element.config import ElementLaunch, Tiling, checkpoint_slots
+from deltazoo.backends.triton.element.kernels.backward import element_backward_kernel, element_reverse_kernel
+from deltazoo.backends.triton.element.kernels.combine import element_combine_kernel
+from deltazoo.backends.triton.element.kernels.scan import element_scan_kernel
+from deltazoo.backends.triton.element.kernels.step import element_step_kernel
+from deltazoo.backends.triton.element.kernels.tile import ElementTraits
 from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall, empty_gradients
 from deltazoo.backends.triton.element.plan import COMBINED, ElementPlan, ElementSizes, ElementStep, element_plan
-from deltazoo.backends.triton.kernels.element.backward import element_backward_kernel, element_reverse_kernel
-from deltazoo.backends.triton.kernels.element.combine import element_combine_kernel
-from deltazoo.backends.triton.kernels.element.scan import element_scan_kernel
-from deltazoo.backends.triton.kernels.element.step import element_step_kernel
-from deltazoo.backends.triton.kernels.element.tile import ElementTraits
-from deltazoo.backends.triton.kernels.portable.zero_tail import zero_tail_kernel
-from deltazoo.backends.triton.launcher import launcher
-from deltazoo.backends.triton.precompile import device_of
+from deltazoo.backends.triton.runtime.launcher import launcher
+from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 

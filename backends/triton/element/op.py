@@ -20,8 +20,8 @@ from deltazoo.backends.torch_ext.custom_op import (
 )
 from deltazoo.backends.triton.element.config import checkpoint_slots, element_heuristic, parse_element
 from deltazoo.backends.triton.operands import ready, schema
-from deltazoo.backends.triton.precompile import compiled_ahead
 from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput
 from deltazoo.backends.update.lowering import strengths
 from deltazoo.backends.update.spec import UpdateSpec

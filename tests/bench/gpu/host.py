@@ -9,13 +9,14 @@ import torch
 from perf import both, inputs
 
 from deltazoo import UpdateSpec, bind
-from deltazoo.backends.triton import TritonBackend, op
-from deltazoo.backends.triton.backward import backward
-from deltazoo.backends.triton.forward import forward
+from deltazoo.backends.triton import TritonBackend
+from deltazoo.backends.triton.chunk import op
+from deltazoo.backends.triton.chunk.backward import backward
+from deltazoo.backends.triton.chunk.forward import forward
+from deltazoo.backends.triton.chunk.resolve import resolve
+from deltazoo.backends.triton.chunk.saved import Saved
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import Gradients
-from deltazoo.backends.triton.resolve import resolve
-from deltazoo.backends.triton.saved import Saved
 from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.backends.update.check import check
 

@@ -15,9 +15,9 @@ from perf import SHAPES, bench, both, inputs
 
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.triton import TritonBackend
-from deltazoo.backends.triton.heuristic import in_version
+from deltazoo.backends.triton.chunk.heuristic import in_version
+from deltazoo.backends.triton.chunk.resolve import resolve
 from deltazoo.backends.triton.lower import lower
-from deltazoo.backends.triton.resolve import resolve
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]
 ADDITIVE = UpdateSpec(decay="head", transition="additive")

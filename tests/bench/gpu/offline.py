@@ -25,8 +25,8 @@ from compiling import Compiler, launch_update
 from triton.backends.nvidia.compiler import get_ptxas
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton.chunk.registry import saves_16_bits
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.registry import saves_16_bits
 
 OPTIONS = ("--regAllocOptLevel=2",) if triton.__version__ >= "3.8" else ()  # of ptxas, as Triton sets them
 WIDTHS = (

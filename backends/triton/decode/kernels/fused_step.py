@@ -1,0 +1,350 @@
+"""Fused decode step: convolution, gates, one token of the update, output norm and gate in one kernel.
+
+    q, k, v = norm(silu(conv(x)))
+    beta = min(sigmoid(beta), BETA_MAX),  decay = exp(-exp(A_log) dt),  dt = softplus(decay + dt_bias)
+    S, o = update(S, q, k, v, beta, decay)
+    o = norm(o + skip v) activation(gate)
+
+backends/ops/decode_step.py states all variants. The state is read and written once. The channels of x are those of q,
+then of STEPS keys, then of STEPS values, each ordered by heads. The history of the convolution has W - 1 rows of
+channels.
+H key heads, HV value heads, K key width, V value width, W taps
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.decode.kernels.micro_step import micro_step
+from deltazoo.backends.triton.device.step_size import step_size
+
+
+class StepTraits(NamedTuple):
+    """Compile-time properties of a fused step."""
+
+    X_STRIDE: int  # elements from row to row of x, beta, decay and gate
+    BETA_STRIDE: int
+    DECAY_STRIDE: int
+    GATE_STRIDE: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    BK: int  # K and V rounded up to powers of 2
+    PV: int
+    BV: int  # state columns that are processed at a time
+    STEPS: int  # micro-steps (keys and values of a token)
+    W: int  # taps; 0: no convolution
+    BIAS: bool  # of the convolution
+    SILU_Q: bool
+    SILU_K: bool
+    SILU_V: bool
+    NORM_Q: bool  # q and k are divided by their L2 norms
+    NORM_K: bool
+    NORM_QK_EPS: float
+    BETA: bool  # beta is an operand; else 1
+    BETA_MAX: float
+    DECAY: bool
+    DECAY_CHANNELS: bool  # a decay per key channel: decay [B, HV K], dt_bias [HV K]
+    DECAY_BOUND: float | None  # log decay = DECAY_BOUND sigmoid(exp(A_log) (decay + dt_bias)) instead
+    SCALE_V_BY_DT: bool
+    DELTA: bool
+    REPARAM: str  # "none", "efla" or "longhorn"
+    ERASE_FACTOR: float  # erase strength = ERASE_FACTOR beta, write strength = WRITE_FACTOR beta
+    WRITE_FACTOR: float
+    FEEDBACK: bool  # the erase strength is multiplied by sigmoid(feedback), and q - correction k is read
+    ERASE_PREVIOUS: bool
+    READ_BEFORE: bool
+    SKIP: bool
+    NORM: str  # output norm: "", "rms" or "layer"
+    NORM_PER_HEAD: bool  # the norm's weights are [HV V] instead of [V]
+    NORM_BIAS: bool
+    NORM_EPS: float
+    GATE: str  # activation of the output gate: "", "none", "silu", "sigmoid" or "gelu"
+    GATE_BEFORE_NORM: bool
+    SLOTS: bool
+
+
+@triton.jit
+def load_taps(x, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
+    """Load channels of a row: its history from the oldest entry on, then its token."""
+    taps = ()
+    for i in tl.static_range(W - 1):
+        taps = taps + (tl.load(history + i * C + channel, mask=mask, other=0.0),)
+    return taps + (tl.load(x + channel, mask=mask, other=0.0),)
+
+
+@triton.jit
+def convolve(
+    x, weight, bias, history, channel, mask,
+    C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Return channels of a row's token after convolution and SiLU, in float32; zeros outside the mask."""
+    taps = load_taps(x, history, channel, mask, C, W)
+    token = taps[W - 1 if W > 0 else 0]
+    y = token.to(tl.float32)
+    if W > 0:
+        y *= tl.load(weight + channel * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
+        for i in tl.static_range(W - 1):
+            past = taps[i].to(token.dtype).to(tl.float32)
+            y += past * tl.load(weight + channel * W + i, mask=mask, other=0.0).to(tl.float32)
+        if BIAS:
+            y += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        y *= tl.sigmoid(y)
+    return y
+
+
+@triton.jit
+def push_token(taps, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
+    """Shift the history by one and append the token; no program may read this history afterwards."""
+    for i in tl.static_range(W - 1):
+        tl.store(history + i * C + channel, taps[i + 1].to(history.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
+    """Divide a head by its L2 norm, if NORM."""
+    if NORM:
+        y *= tl.rsqrt(tl.sum(y * y, 0) + EPS)
+    return y
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), with a small relative error also for x far below 0."""
+    y = tl.exp(-tl.abs(x))
+    u = 1.0 + y
+    # log1p(y), with the rounding error of u = 1 + y corrected
+    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def activate(x, GATE: tl.constexpr):
+    """Apply the gate's activation: silu, sigmoid, gelu (tanh approximation), or none."""
+    if GATE == "silu":
+        x *= tl.sigmoid(x)
+    if GATE == "sigmoid":
+        x = tl.sigmoid(x)
+    if GATE == "gelu":
+        x *= tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def load_head(x, V: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr):
+    """Load the V elements of a head as tiles of BV, in float32."""
+    tiles = ()
+    for i in tl.static_range(TILES):
+        vs = i * BV + tl.arange(0, BV)
+        tiles = tiles + (tl.load(x + vs, mask=vs < V, other=0.0).to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def apply_gate(outs, gates, GATE: tl.constexpr):
+    """Multiply the tiles of a head's output by its activated gate."""
+    gated = ()
+    for i in tl.static_range(len(outs)):
+        gated = gated + (outs[i] * activate(gates[i], GATE),)
+    return gated
+
+
+@triton.jit
+def apply_norm(outs, weight, bias, offset, traits: tl.constexpr):
+    """Normalise the tiles of a head's output together. Columns beyond V must be zero. offset: of the head's weights."""
+    mean = 0.0
+    if traits.NORM == "layer":
+        for i in tl.static_range(len(outs)):
+            mean += tl.sum(outs[i], 0)
+        mean /= traits.V
+    square = 0.0
+    for i in tl.static_range(len(outs)):
+        in_v = i * traits.BV + tl.arange(0, traits.BV) < traits.V
+        centred = tl.where(in_v, outs[i] - mean, 0.0)
+        square += tl.sum(centred * centred, 0)
+    factor = tl.rsqrt(square / traits.V + traits.NORM_EPS)
+    normed = ()
+    for i in tl.static_range(len(outs)):
+        vs = i * traits.BV + tl.arange(0, traits.BV)
+        y = (outs[i] - mean) * factor * tl.load(weight + offset + vs, mask=vs < traits.V, other=0.0).to(tl.float32)
+        if traits.NORM_BIAS:
+            y += tl.load(bias + offset + vs, mask=vs < traits.V, other=0.0).to(tl.float32)
+        normed = normed + (y,)
+    return normed
+
+
+@triton.jit(do_not_specialize=["pool_rows"])
+def fused_step_kernel(
+    x, weight, bias, history, beta, decay, A_log, dt_bias, feedback, correction, skip, norm_weight, norm_bias, gate,
+    states, slots, o, scale, pool_rows, traits: tl.constexpr,
+):  # fmt: skip
+    """Decode one token of one value head.
+
+    Grid: row, value head. Each program processes BV columns of its state at a time and prefetches the next BV.
+
+    Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], gate [B, HV V], each with its row stride;
+    weight [C, W]; bias [C]; A_log, skip [HV]; dt_bias [HV] or [HV K]; feedback, correction [H]; norm_weight,
+    norm_bias [V] or [HV V]; slots [B] int64, the pool row of each row.
+    Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place; with shared key heads (H < HV) not
+    the history of q and k, which push_kernel updates. Writes o [B, HV, V].
+
+    A slot outside the pool (-1, say) accesses no state and no history, and its output is zero. The caller guarantees
+    that no two rows share a slot: their updates would race.
+    """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    BV: tl.constexpr = traits.BV
+    STEPS: tl.constexpr = traits.STEPS
+    W: tl.constexpr = traits.W
+    GATE: tl.constexpr = traits.GATE  # Triton 3.6 cannot pass a str field of a constexpr tuple to a function
+    C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    row = tl.cast(tl.program_id(0) // HV, tl.int64)
+    hv = tl.program_id(0) % HV
+    h = hv // (HV // H)
+    ks = tl.arange(0, traits.BK)
+    in_k = ks < K
+    slot = row
+    if traits.SLOTS:
+        slot = tl.load(slots + row)
+        in_pool = (slot >= 0) & (slot < pool_rows)
+        in_k = in_k & in_pool
+    at = states + (slot * HV + hv) * K * V + ks[:, None] * V
+    vs = tl.arange(0, BV)
+    ahead = tl.load(at + vs[None, :], mask=in_k[:, None] & (vs < V)[None, :], other=0.0)
+    x += row * traits.X_STRIDE
+    if W > 1:
+        history += slot * (W - 1) * C
+
+    q = convolve(x, weight, bias, history, h * K + ks, in_k, C, W, traits.BIAS, traits.SILU_Q)
+    q = l2_normalize(q, traits.NORM_Q, traits.NORM_QK_EPS)
+    keys = ()
+    erases = ()
+    writes = ()
+    for m in tl.static_range(STEPS):
+        channel = ((1 + m) * H + h) * K + ks
+        k = convolve(x, weight, bias, history, channel, in_k, C, W, traits.BIAS, traits.SILU_K)
+        k = l2_normalize(k, traits.NORM_K, traits.NORM_QK_EPS)
+        strength = tl.full((), 1.0, tl.float32)
+        if traits.BETA:
+            strength = tl.sigmoid(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
+            strength = tl.minimum(strength, traits.BETA_MAX, propagate_nan=tl.PropagateNan.ALL)
+        if traits.REPARAM != "none":
+            strength, _, _ = step_size(strength, tl.sum(k * k, 0), traits.REPARAM == "efla")
+        erase = strength * traits.ERASE_FACTOR
+        if traits.FEEDBACK:
+            erase *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
+        keys = keys + (k,)
+        erases = erases + (k * erase,)
+        writes = writes + (strength * traits.WRITE_FACTOR,)
+    if traits.FEEDBACK:
+        q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
+    decay_factor = 1.0
+    if traits.DECAY:
+        decay += row * traits.DECAY_STRIDE
+        if traits.DECAY_CHANNELS:
+            raw = tl.load(decay + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+            raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+        else:
+            raw = tl.load(decay + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        dt = softplus(raw)
+        decay_factor = tl.exp(-rate * dt if traits.DECAY_BOUND is None else traits.DECAY_BOUND * tl.sigmoid(rate * raw))
+        if traits.DECAY_CHANNELS:
+            decay_factor = decay_factor[:, None]
+
+    gates = ()
+    if GATE != "":
+        gates = load_head(gate + row * traits.GATE_STRIDE + hv * V, V, BV, TILES)  # before the loop, as a prefetch
+
+    outs = ()
+    for i in tl.static_range(TILES):
+        vs = i * BV + tl.arange(0, BV)
+        in_v = vs < V
+        if traits.SLOTS:
+            in_v = in_v & in_pool
+        S = ahead
+        if i + 1 < TILES:
+            ahead = tl.load(at + (vs + BV)[None, :], mask=in_k[:, None] & (vs + BV < V)[None, :], other=0.0)
+        if traits.READ_BEFORE:
+            out = tl.sum(S * q[:, None], 0)
+        for m in tl.static_range(STEPS):
+            channel = (1 + STEPS) * H * K + (m * HV + hv) * V + vs
+            v = convolve(x, weight, bias, history, channel, in_v, C, W, traits.BIAS, traits.SILU_V)
+            u = v * writes[m]
+            if traits.SCALE_V_BY_DT:
+                u *= dt
+            S, _ = micro_step(
+                S, keys[m], erases[m], u, decay_factor, traits.DECAY and m == 0, traits.DELTA, traits.ERASE_PREVIOUS
+            )
+        tl.store(at + vs[None, :], S, mask=in_k[:, None] & in_v[None, :])
+        if not traits.READ_BEFORE:
+            out = tl.sum(S * q[:, None], 0)
+        out *= scale
+        if traits.SKIP:
+            out += tl.load(skip + hv).to(tl.float32) * v
+        outs = outs + (out,)
+
+    if GATE != "" and traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, GATE)
+    if traits.NORM != "":
+        outs = apply_norm(outs, norm_weight, norm_bias, hv * V if traits.NORM_PER_HEAD else 0, traits)
+    if GATE != "" and not traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, GATE)
+    for i in tl.static_range(TILES):
+        vs = i * BV + tl.arange(0, BV)
+        out = tl.where(in_pool, outs[i], 0.0) if traits.SLOTS else outs[i]
+        tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
+
+    if W > 1:
+        # The taps are loaded again: kept in registers since the convolution they would reduce occupancy.
+        taps = ()
+        vs = tl.arange(0, traits.PV)
+        in_v = vs < V
+        if traits.SLOTS:
+            in_v = in_v & in_pool
+        first_value = (1 + STEPS) * H * K
+        if H == HV:
+            for m in tl.static_range(1 + STEPS):
+                taps = taps + (load_taps(x, history, (m * H + h) * K + ks, in_k, C, W),)
+        for m in tl.static_range(STEPS):
+            taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, in_v, C, W),)
+        tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
+        NUM_KEY_TAPS: tl.constexpr = 1 + STEPS if H == HV else 0
+        for m in tl.static_range(NUM_KEY_TAPS):
+            push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
+        for m in tl.static_range(STEPS):
+            channel = first_value + (m * HV + hv) * V + vs
+            push_token(taps[NUM_KEY_TAPS + m], history, channel, in_v, C, W)
+
+
+@triton.jit(do_not_specialize=["pool_rows"])
+def push_kernel(
+    x, history, slots, pool_rows,
+    X_STRIDE: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
+
+    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it.
+    A slot outside the pool accesses no history.
+
+    Grid: row, BC channels.
+    """
+    TILES: tl.constexpr = (CHANNELS + BC - 1) // BC
+    row = tl.cast(tl.program_id(0) // TILES, tl.int64)
+    channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
+    in_channels = channel < CHANNELS
+    slot = row
+    if SLOTS:
+        slot = tl.load(slots + row)
+        in_channels = in_channels & (slot >= 0) & (slot < pool_rows)
+    history += slot * (W - 1) * C
+    taps = load_taps(x + row * X_STRIDE, history, channel, in_channels, C, W)
+    tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
+    push_token(taps, history, channel, in_channels, C, W)

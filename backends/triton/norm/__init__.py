@@ -1,0 +1,1 @@
+"""RMS norm and its gated forms. Norms inside the fused decode step are in `decode`."""

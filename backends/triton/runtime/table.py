@@ -1,0 +1,379 @@
+"""Tables of measured launches, and the lookup of a launch config: tables first, then the heuristic.
+
+Three tables, later ones override earlier ones: the shipped table of a device (`tuned/<device>.json`), the user's (a
+file in the platform's config folder, where `deltazoo tune` writes), and those named with `use_table`. A record is used
+only with the Triton version and the kernel revision it was measured with. A launch config changes nothing but the order
+of floating-point operations.
+
+H key heads, HV value heads, K key width, V value width
+"""
+
+import functools
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deltazoo.backends.io.errors import ConfigError, describe_invalid
+from deltazoo.backends.io.output_path import output_path
+from deltazoo.backends.torch_ext.devices import DeviceSpec, triton_version
+from deltazoo.backends.triton.chunk.heuristic import heuristic
+from deltazoo.backends.triton.chunk.plan import Plan, make_plan
+from deltazoo.backends.triton.chunk.registry import KERNELS, STEPS
+from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
+from deltazoo.backends.triton.problem import Decay, Problem
+from deltazoo.backends.triton.runtime import replay
+from deltazoo.backends.triton.runtime.revisions import REVISIONS
+from deltazoo.backends.triton.tiles import cdiv
+
+_log = logging.getLogger("deltazoo")
+
+# The tuner measures these in order: chunks per segment, then the launches of the registry's phases. The reverse scan
+# decides whether the two kernels after it are launched.
+TUNED = ("segment_chunks", *dict.fromkeys(("prepare", "scan", "reverse", *KERNELS)))
+
+# Triton versions whose records hold for each other: those that assemble with the same ptxas, here 12.8.93. Kernels
+# were checked with every version of a group on the GPU; Triton 3.8 and 3.9 bring other versions of ptxas.
+_SAME_PTXAS = (((3, 6), (3, 7)),)
+_MAX_PROGRAMS, _MAX_CHUNKS = 256, 1024  # a device is full beyond these
+
+
+class Key(BaseModel):
+    """The class of problems that a record holds for.
+
+    Args:
+        groups: value heads per key head.
+        segments: the segments of a sequence are computed in parallel.
+        programs: programs that can run at once, tiles aside, rounded down to a power of two, at most 256.
+        chunks: chunks of a sequence, rounded likewise, at most 1024; 0 except for kernel="segment_chunks".
+        The other fields are those of `Problem`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    K: int = Field(ge=1)
+    V: int = Field(ge=1)
+    groups: int = Field(ge=1)
+    delta: bool
+    erase_key: bool
+    decay: Decay
+    packed: bool
+    split_terms: bool
+    segments: bool
+    dplr: bool = False
+    programs: int = Field(ge=1)
+    chunks: int = Field(ge=0)
+
+    @field_validator("kernel")
+    @classmethod
+    def _is_tuned(cls, kernel: str) -> str:
+        if kernel not in TUNED:
+            raise ValueError(f"kernel must be one of {', '.join(TUNED)}, got {kernel!r}")
+        return kernel
+
+    @property
+    def code(self) -> "Key":
+        """The key without the fields that do not change the compiled kernel: one numeric check covers them all."""
+        return self.model_copy(update={"programs": 0, "chunks": 0})
+
+    def __str__(self) -> str:
+        traits = ["delta" if self.delta else "additive", f"decay={self.decay}"]
+        traits += [name for name in ("erase_key", "packed", "split_terms", "segments", "dplr") if getattr(self, name)]
+        sizes = f"K={self.K} V={self.V} groups={self.groups} programs={self.programs}"
+        return f"{self.dtype} {' '.join(traits)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
+
+
+def key_of(kernel: str, problem: Problem, segment_chunks: int) -> Key:
+    """Classify a problem for one kernel, with segments of so many chunks (0: none)."""
+    chunks = max(1, cdiv(problem.T, 64) // (max(1, problem.N) if problem.packed else 1))
+    rows = problem.N * problem.HV
+    programs = {
+        "prepare": problem.N * problem.H * chunks,
+        "gradients": problem.N * problem.H * chunks,
+        "recompute": rows * cdiv(chunks, LaunchConfig().checkpoint_chunks),
+        "scan": rows * (cdiv(chunks, segment_chunks) if segment_chunks else 1),
+        "reverse": rows * (cdiv(chunks, segment_chunks) if segment_chunks else 1),
+    }.get(kernel, rows)
+    return Key(
+        kernel=kernel, dtype=str(problem.dtype).removeprefix("torch."), K=problem.K, V=problem.V,
+        groups=problem.HV // problem.H, delta=problem.delta, erase_key=problem.erase_key, decay=problem.decay,
+        packed=problem.packed, split_terms=problem.split_terms,
+        segments=bool(segment_chunks) and kernel not in ("segment_chunks", *STEPS), dplr=problem.dplr,
+        programs=_rounded(programs, _MAX_PROGRAMS),
+        chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "segment_chunks" else 0,
+    )  # fmt: skip
+
+
+class Record(BaseModel):
+    """One measured choice.
+
+    Args:
+        key: the problems it holds for.
+        triton, revision: the Triton version and the kernel revision it was measured with; `holds_for` says for which
+            versions it holds.
+        launch, segment_chunks: the choice: a launch, or for kernel="segment_chunks" the chunks per segment.
+        shape: the measured shape. ms: its median time with the choice. heuristic_ms: its median time with the
+            heuristic's choice, other kernels equal; None if that does not run or fails the check.
+        tried: number of candidates. rejected: those that failed to run or failed the numeric check.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: Key
+    triton: str
+    revision: int
+    launch: Launch | None = None
+    segment_chunks: int | None = Field(default=None, ge=0)
+    shape: str
+    ms: float = Field(gt=0, allow_inf_nan=False)
+    heuristic_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tried: int = Field(ge=1)
+    rejected: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _has_one_choice(self) -> Self:
+        kernel = self.key.kernel
+        of_segments = kernel == "segment_chunks"
+        if (self.segment_chunks is not None) != of_segments or (self.launch is None) != of_segments:
+            raise ValueError(f"kernel={kernel!r} needs {kernel if of_segments else 'launch'} alone")
+        if self.segment_chunks is not None:
+            LaunchConfig(segment_chunks=self.segment_chunks)
+        if self.launch is not None:
+            if self.launch.kernel == "fused" and self.key.segments:
+                raise ValueError("launch.kernel must not be 'fused' with segments")
+            LaunchConfig(**{kernel: self.launch})
+        return self
+
+    @property
+    def gain(self) -> float | None:
+        """The heuristic's time over this one; None if the heuristic's choice does not run or fails the check."""
+        return None if self.heuristic_ms is None else self.heuristic_ms / self.ms
+
+    def cells(self) -> list[str]:
+        """The record as a table row under `COLUMNS`."""
+        gain = "" if self.gain is None else f"{self.gain:.2f}"
+        choice = describe(self.launch if self.segment_chunks is None else self.segment_chunks)
+        return [
+            self.key.kernel, self.shape, str(self.key), choice, f"{self.ms:.3f}", gain, f"{self.tried}",
+            f"{self.rejected}",
+        ]  # fmt: skip
+
+
+def describe(choice: Launch | int | None) -> str:
+    """Print a launch, or chunks per segment, on one line."""
+    if not isinstance(choice, Launch):
+        return f"segment_chunks={choice}"
+    return " ".join(f"{name}={value}" for name, value in choice if value and value != "portable")
+
+
+COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
+
+
+class Table(BaseModel):
+    """The records of one device. Later ones override earlier ones of the same key and Triton version."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[3] = 3
+    device: str
+    records: tuple[Record, ...] = ()
+
+    def usable(self, triton: str) -> dict[Key, Record]:
+        """The records for a Triton version and the present kernel revisions.
+
+        A record also holds for the versions that assemble with the same ptxas, unless there is one of `triton` itself.
+        """
+        records = [
+            record
+            for record in self.records
+            if holds_for(record.triton, triton) and record.revision == REVISIONS[record.key.kernel]
+        ]
+        records.sort(key=lambda record: record.triton == triton)  # stable: a later record overrides an earlier one
+        return {record.key: record for record in records}
+
+    def merged(self, other: "Table") -> "Table":
+        """Override records by another table's. Raises: ConfigError for a table of another device."""
+        if other.device != self.device:
+            raise ConfigError(f"tables of two devices do not merge: {self.device!r} and {other.device!r}")
+        records = {(record.triton, record.key): record for record in (*self.records, *other.records)}
+        return Table(device=self.device, records=tuple(sorted(records.values(), key=_order)))
+
+    def write(self, path: str | Path) -> None:
+        """Write one record per line, atomically. Raises: OSError."""
+        path = output_path(path)
+        lines = ",\n  ".join(record.model_dump_json(exclude_none=True) for record in self.records)
+        text = f'{{"version": {self.version}, "device": {json.dumps(self.device)}, "records": [\n  {lines}\n]}}\n'
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def holds_for(measured: str, installed: str) -> bool:
+    """Whether a choice that was measured with one Triton version holds for another one."""
+    pair = {triton_version(measured), triton_version(installed)}
+    return measured == installed or any(pair <= set(group) for group in _SAME_PTXAS)
+
+
+def read_table(path: str | Path) -> Table:
+    """Read a table. Raises: ConfigError that names the file and every wrong field."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"launch table {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return _parse_table(text, str(path))
+
+
+def merge_tables(paths: Iterable[str | Path], out: str | Path) -> Table:
+    """Merge tables of one device, later ones over earlier ones, and write the result.
+
+    Raises: ConfigError for no table, an invalid one, or tables of two devices; OSError.
+    """
+    tables = [read_table(path) for path in paths]
+    if not tables:
+        raise ConfigError("merging needs at least one table, got none")
+    merged = functools.reduce(Table.merged, tables, Table(device=tables[0].device))
+    merged.write(out)
+    return merged
+
+
+def user_table(device: str) -> Path:
+    """The path of the user's table of a device, in the platform's config folder. Raises: ConfigError."""
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise ConfigError(f"the user's launch table needs a home folder, and there is none: {error}") from error
+    folder = {"win32": home / "AppData" / "Roaming", "darwin": home / "Library" / "Application Support"}
+    return folder.get(sys.platform, home / ".config") / "deltazoo" / "triton" / f"{slug(device)}.json"
+
+
+def slug(device: str) -> str:
+    """The name of a device as a file name: "NVIDIA H200" -> nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+_named_tables: list[Table] = []
+
+
+def use_table(path: str | Path | None) -> None:
+    """Add a table over the shipped and the user's for this process; None removes all that were added.
+
+    Raises: ConfigError.
+    """
+    if path is None:
+        _named_tables.clear()
+    else:
+        _named_tables.append(read_table(path))
+    clear_caches()
+
+
+def clear_caches() -> None:
+    """Read the tables again at the next lookup."""
+    look_up.cache_clear()
+    launch_config.cache_clear()
+    records_of.cache_clear()
+    replay.clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def look_up(requested: str, problem: Problem, device: DeviceSpec, grad: bool) -> Plan:
+    """Look up the plan of a problem. Runs on every eager call that is not replayed: a dict lookup after the first.
+
+    Args: requested: a launch config as JSON; "": that of the tables, else of the heuristic.
+    Raises: ConfigError for an invalid table, or a requested kernel that does not take the problem.
+    """
+    config = parse(requested) if requested else launch_config(problem, device)
+    return make_plan(problem, device, config, grad)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_config(problem: Problem, device: DeviceSpec) -> LaunchConfig:
+    """Look up the launch config of a problem. Raises: ConfigError for an invalid table."""
+    if device.platform != "cuda":
+        return heuristic(problem, device)
+    return configured(problem, device, records_of(device.name, device.triton))
+
+
+def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record]) -> LaunchConfig:
+    """The heuristic's config with the choices of the records, except chunk and checkpoint_chunks: saved tensors have
+    their shapes.
+
+    A record that asks for a kernel that does not take the problem is ignored with a warning.
+    """
+    record = records.get(key_of("segment_chunks", problem, 0))
+    config = heuristic(problem, device, None if record is None else record.segment_chunks)
+    for kernel in TUNED[1:]:
+        record = records.get(key_of(kernel, problem, config.segment_chunks))
+        if record is None:
+            continue
+        try:
+            changed = config.changed(**{kernel: record.launch})
+            make_plan(problem, device, changed, grad=True)
+            config = changed
+        except ConfigError as error:
+            _log.warning("a record of a launch table for %s is ignored: %s", device.name, error)
+    return config
+
+
+@functools.cache
+def records_of(device: str, triton: str) -> dict[Key, Record]:
+    """The usable records for a device and a Triton version, of all tables. Raises: ConfigError for an invalid table."""
+    shipped = files("deltazoo.backends.triton.runtime") / "tuned" / f"{slug(device)}.json"
+    tables = [_parse_table(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
+    own = [*_of_user(device), *(table for table in _named_tables if table.device == device)]
+    records = {key: record for table in (*tables, *own) for key, record in table.usable(triton).items()}
+    stale = {record.key for table in own for record in table.records} - records.keys()
+    if stale:
+        _log.warning(
+            "%d records of launch tables for %s are ignored: they were measured with another Triton version than %s or "
+            "other kernel revisions; `deltazoo tune` measures them again", len(stale), device, triton,
+        )  # fmt: skip
+    return records
+
+
+def _of_user(device: str) -> list[Table]:
+    """The user's table; none if the home folder is missing or may not be read."""
+    try:
+        path = user_table(device)
+    except ConfigError:
+        return []
+    return [read_table(path)] if os.path.isfile(path) else []  # Path.is_file raises where access is denied
+
+
+def _parse_table(text: str, name: str) -> Table:
+    if match := re.match(r'\s*{\s*"version":\s*(\d+)', text):
+        found, read = int(match[1]), Table.model_fields["version"].default
+        if found < read:
+            raise ConfigError(
+                f"{name} is a launch table of version {found}, and this deltazoo reads version {read}: remove the "
+                "file, and measure again with `deltazoo tune`"
+            )
+    try:
+        return Table.model_validate_json(text)
+    except ValidationError as error:
+        sentences = "; ".join(describe_invalid(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
+        raise ConfigError(f"{name} is not a launch table: {sentences}") from error
+
+
+def _order(record: Record) -> tuple[object, ...]:
+    kernel, *traits, programs, chunks = (value for _, value in record.key)
+    return record.triton, *traits, TUNED.index(kernel), programs, chunks
+
+
+def _rounded(n: int, largest: int) -> int:
+    """Round down to a power of two."""
+    return min(largest, 1 << (max(n, 1).bit_length() - 1))
