@@ -22,7 +22,7 @@ OLDEST := torch==2.11.0 triton==3.6.0 "setuptools>=77,<82"
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element prefetch triton_cross_entropy triton_glu triton_norm triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
-.PHONY: demo test test-kernels test-oldest test-integrations test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-gpu test-integrations test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -45,6 +45,12 @@ test-oldest:
 	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto -m "not slow and not kernels" $(ARGS)
 
 # Every mixer and MLP with other libraries (peft, bitsandbytes, torchao, accelerate) and with FSDP2: 15 minutes on two cores.
+# The tests that need a GPU, in SHARDS parts of at most 10 minutes on 16 cores; SHARD names one.
+SHARD ?= 1
+SHARDS ?= 2
+test-gpu: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --gpu $(SHARD)/$(SHARDS) $(ARGS)
+
 test-integrations: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[integrations]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/integrations $(ARGS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Generic, TypeVar
 
@@ -27,9 +28,17 @@ if TYPE_CHECKING:
     from deltazoo.backends.io.progress import Progress
     from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark
     from deltazoo.backends.measure.table import Table
+    from deltazoo.blocks.inspect.layer_benchmark import LayerBenchmark
     from deltazoo.blocks.inspect.model_benchmark import ModelBenchmark
 
-_B = TypeVar("_B", bound="Benchmark | ModelBenchmark")
+
+class Peer(StrEnum):
+    """A library whose layers are timed beside ours."""
+
+    fla = "fla"
+
+
+_B = TypeVar("_B", bound="Benchmark | LayerBenchmark | ModelBenchmark")
 
 NOTHING_RAN_OR_REGRESSED = 1  # exit code
 
@@ -50,6 +59,20 @@ def command(
             "default), backends, transformers_model and fla_model.",
         ),
     ] = None,
+    layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MIXER|all",
+            help="Time a whole layer instead, compiled: forward, backward and decoding. Changed fields are in "
+            'parentheses, "gla(heads=4)"; repeatable. --shape is that of --model.',
+            autocompletion=complete_mixer,
+        ),
+    ] = None,
+    peer: Annotated[
+        Peer | None,
+        typer.Option(help="With --layer, also time the layer of this library with equal sizes and options."),
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="With --layer: features of the layer. Default: 256.")] = None,
     mixer: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +108,7 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Plot the medians to this PNG, SVG or PDF file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time backends on the updates of mixers, interleaved; report times, ratios and errors.
+    """Time backends on the updates of mixers, interleaved; with --layer or --model, layers or models.
 
     Rows are printed as they are measured. Ctrl-C and SIGTERM keep them, also in files, which say that they are partial.
 
@@ -110,15 +133,23 @@ def command(
         graphs=graphs,
     )
     check_outputs(markdown, plot)
+    only_updates: dict[str, object] = {
+        "--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix, "--compare": compare,
+        "--plot": plot,
+    }  # fmt: skip
+    only_layers: dict[str, object] = {"--peer": peer, "--width": width}
     if model is not None:
-        others: dict[str, object] = {"--mixer": mixer, "--baseline": baseline, "--graphs": graphs, "--matrix": matrix}
-        others |= {"--compare": compare, "--plot": plot}
-        if given := [name for name, value in others.items() if value]:
-            raise ConfigError(f"--model does not take {', '.join(given)}")
+        _refuse("--model", only_updates | only_layers | {"--layer": layer})
         _bench_model(model, shape, split(backends), config, checkpointing, markdown, as_json)
         return
     if checkpointing is not None:
         raise ConfigError("--checkpointing needs --model")
+    if layer:
+        _refuse("--layer", only_updates | {"--backends": backends})
+        sizes = {"width": width, "peer": peer and peer.value}
+        _bench_layers(layer, shape, {name: x for name, x in sizes.items() if x is not None}, config, markdown, as_json)
+        return
+    _refuse("without --layer, bench", only_layers)
     earlier = None if compare is None else read_earlier(compare)
     if earlier is not None:
         earlier.check(config, environment(device))
@@ -174,6 +205,42 @@ def _bench_model(
     live.exit_if_interrupted()
     if not benchmark.timed:
         raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
+
+
+def _bench_layers(
+    layers: list[str],
+    shapes: list[str] | None,
+    sizes: dict[str, object],
+    config: "BenchConfig",
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
+    from deltazoo.blocks.inspect.benchmark import parse_batch
+    from deltazoo.blocks.inspect.layer_benchmark import LayerBenchConfig, LayerBenchmark, bench_layers
+    from deltazoo.blocks.training.report import save_table
+
+    batch, length = parse_batch(shapes or ["B=1 T=512"])
+    settings = config.model_dump(include={"directions", "device", "dtype", "rounds", "seconds", "seed"})
+    layer_config = LayerBenchConfig.model_validate({"batch": batch, "length": length, **sizes, **settings})
+    live = _Live["LayerBenchmark"](as_json, LayerBenchmark.table)
+    with live.interruptible():
+        bench_layers(layers, layer_config, live.progress, live.report)
+    benchmark = live.result()
+    if as_json:
+        print_json(benchmark)
+    if markdown is not None:
+        save_table(benchmark.markdown(), markdown)
+    live.exit_if_interrupted()
+    if not benchmark.timed:
+        raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
+
+
+def _refuse(given: str, others: dict[str, object]) -> None:
+    """Raise an error if any of the options of another kind of benchmark is set."""
+    from deltazoo.backends.io.errors import ConfigError
+
+    if wrong := [name for name, value in others.items() if value]:
+        raise ConfigError(f"{given} does not take {', '.join(wrong)}")
 
 
 class _Live(Generic[_B]):

@@ -1,6 +1,7 @@
 """Number of pytest-xdist worker processes, and the tests that cannot run here, which are not collected."""
 
 import os
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -17,16 +18,39 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return max(1, min(os.cpu_count() or 1, memory // GPU_MEMORY_PER_WORKER))
 
 
-ELSEWHERE = ("GPU", "CUDA", "TRITON_INTERPRET")  # in the reason of a skip
+GPU = ("GPU", "CUDA")  # in the reason of a skip
+ELSEWHERE = (*GPU, "TRITON_INTERPRET")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", metavar="I/N", help="run shard I of N of the tests that need a GPU, and no others")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need a GPU or Triton's interpreter where there is none."""
-    kept, elsewhere = [], []
-    for item in items:
-        skips = [mark for mark in item.iter_markers("skipif") if mark.args and mark.args[0]]
-        needs_other = any(word in mark.kwargs.get("reason", "") for mark in skips for word in ELSEWHERE)
-        (elsewhere if needs_other else kept).append(item)
-    if elsewhere:
+    """Deselect the tests that need a GPU or Triton's interpreter where there is none, and with --gpu all others."""
+    shard = config.getoption("--gpu")
+    if shard is None:
+        kept = [item for item in items if not runs_elsewhere(item)]
+    else:
+        index, _, shards = shard.partition("/")
+        kept = [item for item in items if needs_gpu(item)][int(index) - 1 :: int(shards)]
+    chosen = {*kept}
+    if elsewhere := [item for item in items if item not in chosen]:
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = kept
+
+
+def needs_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("cuda") is not None or any(
+        mentions(mark, GPU) for mark in item.iter_markers("skipif")
+    )
+
+
+def runs_elsewhere(item: pytest.Item) -> bool:
+    if item.get_closest_marker("cuda") is not None:
+        return not torch.cuda.is_available()
+    return any(mark.args and mark.args[0] and mentions(mark, ELSEWHERE) for mark in item.iter_markers("skipif"))
+
+
+def mentions(mark: pytest.Mark, words: Iterable[str]) -> bool:
+    return any(word in mark.kwargs.get("reason", "") for word in words)

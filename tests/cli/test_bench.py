@@ -511,3 +511,46 @@ def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypa
     assert (result["config"]["train"]["steps"], result["config"]["sampling"]["seed"]) == (2, 4)
     training = result["trainings"]["gated-deltanet-h1-small"]
     assert f"{training['points'][-1]['validation_bits']:.3f} bits per byte" in ok("demo", *options).out
+
+
+def test_bench_of_layers_times_each_direction(ok, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    table = tmp_path / "bench.md"
+    options = (
+        "bench",
+        "--layer",
+        "gla(heads=1)",
+        "--layer",
+        "lru",
+        "--peer",
+        "fla",
+        "--shape",
+        "B=2 T=8",
+        "--width",
+        "16",
+    )
+    result = ok(*options, "--rounds", "3", "--seconds", "0.1", "--markdown", table)
+    lines = [line.split() for line in result.out.splitlines()]
+    rows = [line[:3] for line in lines if line[1:2] == ["deltazoo"]]
+    assert rows == [
+        [name, "deltazoo", kind] for name in ("gla(heads=1)", "lru") for kind in ("backward", "forward", "decode")
+    ]
+    assert "fla (lru): it has no such layer." in result.out
+    assert "| gla(heads=1) | deltazoo | decode |" in table.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layer", "gla", "--matrix"), "--layer does not take --matrix"),
+        (("--layer", "gloa"), "did you mean 'gla'?"),
+        (("--layer", "gla", "--shape", "cpu"), "'B=4 T=1000', got cpu"),
+        (("--layer", "gla", "--width", "0"), "width must be at least 1, got 0"),
+        (("--peer", "fla"), "without --layer, bench does not take --peer"),
+        (("--model", "gated-deltanet-small", "--layer", "gla"), "--model does not take --layer"),
+    ],
+)
+def test_bench_of_layers_refuses_other_arguments(run, options, message):
+    result = run("bench", *options)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err

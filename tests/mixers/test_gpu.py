@@ -1,27 +1,26 @@
-"""Every registered mixer with its default fields on a GPU in bfloat16: compiled forward, backward and decode.
+"""Every registered mixer on a GPU in bfloat16: compiled forward, backward and decode, dense and packed, as one graph.
 
-Each is compared with the same weights on a CPU in float32. Run in parallel: `pytest -n auto tests/mixers/test_gpu.py`.
+Each is compared with the same weights on a CPU in float64. `make test-gpu` runs this file in parallel.
 """
 
 import pytest
 import torch
+from small_configs import OURS, WIDTH, small
 from torch.utils._pytree import tree_map
 
-from deltazoo.backends.update import registry
 from deltazoo.mixers.core.config import parse
+from deltazoo.mixers.core.mixer import Context, MixerConfig
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = pytest.mark.cuda
 
-WIDTH = 256
-# Scans token by token are unrolled or run as many small kernels, so that a longer sequence takes minutes.
-LENGTHS = dict.fromkeys(("titans", "ttt_linear"), 32)
 LENGTH = 320  # several chunks, the last one not full
+BOUNDS = (0, 70, 70, 135, LENGTH)  # one sequence is empty
 TOLERANCE = 2e-2  # relative RMS error; all products of the layer round to bfloat16
-
-OURS = [
-    name for name in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, name).startswith("deltazoo ")
-]
+CONFIGS: dict[str, tuple[MixerConfig, int]] = {
+    **{name: (parse({"mixer": name}), 256) for name in OURS},
+    **{f"{name}-small": (small(name), WIDTH) for name in OURS},
+    "hyena-small": (small("hyena", max_length=LENGTH), WIDTH),
+}
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -29,28 +28,32 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_compiled_mixer_on_a_gpu_equals_the_cpu(name: str) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compiled_mixer_equals_float64(name: str, packed: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = parse({"mixer": name})
-    mixer = config.build(WIDTH).to("cuda", torch.bfloat16)
-    exact = config.build(WIDTH, backend="reference")
-    exact.load_state_dict({key: value.float().cpu() for key, value in mixer.state_dict().items()})
-    T = LENGTHS.get(name, LENGTH)
-    x = torch.randn(2, T, WIDTH, device="cuda").bfloat16().requires_grad_()
-    x_exact = x.detach().float().cpu().requires_grad_()
-    expected = exact(x_exact)[0]
+    config, width = CONFIGS[name]
+    mixer = config.build(width).to("cuda", torch.bfloat16)
+    exact = config.build(width, backend="reference").double()
+    exact.load_state_dict({key: value.double().cpu() for key, value in mixer.state_dict().items()})
+    x = torch.randn(1 if packed else 2, LENGTH, width, device="cuda").bfloat16().requires_grad_()
+    x_exact = x.detach().double().cpu().requires_grad_()
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    contexts = [Context(cu_seqlens=bounds.to(device)) if packed else None for device in ("cpu", "cuda")]
+    expected = exact(x_exact, None, contexts[0])[0]
     weight = torch.randn_like(expected)
     compiled = torch.compile(mixer, fullgraph=True)
     with torch.device("cuda"):  # a torch function mode is active, as after set_default_device
-        y = compiled(x)[0]
+        y = compiled(x, None, contexts[1])[0]
     assert error(y, expected) < TOLERANCE
     (gradient,) = torch.autograd.grad((y * weight.to(y)).sum(), x)
     assert error(gradient, torch.autograd.grad((expected * weight).sum(), x_exact)[0]) < TOLERANCE
+    if packed:
+        return
     with torch.no_grad():
-        state = tree_map(lambda leaf: leaf.clone(), mixer.init_state(2, T))
+        state = tree_map(lambda leaf: leaf.clone(), mixer.init_state(2, LENGTH))
         state = mixer(x[:, :-3], state).state
-        for t in range(T - 3, T):
+        for t in range(LENGTH - 3, LENGTH):
             y, state, _ = compiled(x[:, t : t + 1], state)
             assert error(y, expected[:, t : t + 1]) < 2 * TOLERANCE
