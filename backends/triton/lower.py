@@ -170,7 +170,11 @@ def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:
     """Replace step and rate by the log decay per channel [B, T, HV, K]."""
     if inputs.step is None or inputs.rate is None:
         return inputs
-    return inputs._replace(log_decay=inputs.step.unsqueeze(-1) * inputs.rate, step=None, rate=None)
+    log_decay = inputs.step.unsqueeze(-1) * inputs.rate
+    # A decay below e^-18 has a gradient below float32 rounding. The kernels' rounding error in its place, times a large
+    # step, would exceed d_rate.
+    log_decay = torch.where(log_decay > -18, log_decay, log_decay.detach())
+    return inputs._replace(log_decay=log_decay, step=None, rate=None)
 
 
 def splits_terms(spec: UpdateSpec, K: int, dtype: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cuda
 
 LENGTH = 320  # several chunks, the last one not full
 BOUNDS = (0, 70, 70, 135, LENGTH)  # one sequence is empty
-TOLERANCE = 2e-2  # relative RMS error; all products of the layer round to bfloat16
+TOLERANCE = 2e-2  # relative RMS error, or 1.5 times that of the same layer on a CPU if it is larger
 CONFIGS: dict[str, tuple[MixerConfig, int]] = {
     **{name: (parse({"mixer": name}), 256) for name in OURS},
     **{f"{name}-small": (small(name), WIDTH) for name in OURS},
@@ -46,9 +46,17 @@ def test_compiled_mixer_equals_float64(name: str, packed: bool) -> None:
     compiled = torch.compile(mixer, fullgraph=True)
     with torch.device("cuda"):  # a torch function mode is active, as after set_default_device
         y = compiled(x, None, contexts[1])[0]
-    assert error(y, expected) < TOLERANCE
     (gradient,) = torch.autograd.grad((y * weight.to(y)).sum(), x)
-    assert error(gradient, torch.autograd.grad((expected * weight).sum(), x_exact)[0]) < TOLERANCE
+    (expected_gradient,) = torch.autograd.grad((expected * weight).sum(), x_exact, retain_graph=True)
+    errors = error(y, expected), error(gradient, expected_gradient)
+    if max(errors) >= TOLERANCE:  # small layers may round more: a CPU shows how much
+        x_rounded = x.detach().cpu().requires_grad_()
+        rounded = config.build(width, backend="reference").bfloat16()
+        rounded.load_state_dict(mixer.state_dict())
+        y_rounded = rounded(x_rounded, None, contexts[0])[0]
+        (rounded_gradient,) = torch.autograd.grad((y_rounded * weight).sum(), x_rounded)
+        assert errors[0] < max(TOLERANCE, 1.5 * error(y_rounded, expected))
+        assert errors[1] < max(TOLERANCE, 1.5 * error(rounded_gradient, expected_gradient))
     if packed:
         return
     with torch.no_grad():
