@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton_cases import DEVICE, DTYPES, INTERPRETED, assert_conforms, needs_triton
 
 from deltazoo import UpdateInputs, UpdateMeta, UpdateSpec, bind, watch
@@ -22,6 +23,7 @@ from deltazoo.backends.triton.element.config import (
     segment_length,
     tiling,
 )
+from deltazoo.backends.triton.element.op import element_update
 from deltazoo.backends.triton.element.show import element_plans
 from deltazoo.backends.triton.route import route_of
 
@@ -279,3 +281,15 @@ def test_one_graph_forward_and_backward_for_every_length(packed):
         for got, grad in zip(torch.autograd.grad(compiled(x), leaves), want, strict=True):
             torch.testing.assert_close(got, grad)
     assert counter.frame_count == 1
+
+
+def test_widths_may_be_symbolic():
+    spec = UpdateSpec(decay="rate", transition="additive")
+    inputs = draw(Case(spec, Shape("odd", B=1, T=83, H=2, HV=2, K=5, V=2)))
+
+    def scan(q, k, v, step, rate):
+        return element_update(spec, inputs._replace(q=q, k=k, v=v, step=step, rate=rate, state=None), "").o
+
+    operands = (inputs.q, inputs.k, inputs.v, inputs.step, inputs.rate)
+    graph = make_fx(scan, tracing_mode="symbolic")(*operands).graph
+    assert any("triton_element_scan" in str(node.target) for node in graph.nodes)

@@ -181,7 +181,8 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, (_, _, config, save) = _split(arguments)
     (B, T, _, K), (HV, V) = x.q.shape, x.v.shape[2:]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    every = (parse_element(config) if config else element_heuristic(K, V)).checkpoint_tokens
+    # int: a graph with dynamic sizes has symbolic ones here; the config depends on the widths.
+    every = (parse_element(config) if config else element_heuristic(int(K), int(V))).checkpoint_tokens
     slots = checkpoint_slots(N, T, every, x.cu_seqlens is not None)
     checkpoints = x.q.new_empty((slots, K, V, HV) if save else (0,), dtype=torch.float32)
     o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
