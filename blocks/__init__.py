@@ -12,7 +12,7 @@ _MODULES = by_name(
         "deltazoo.blocks.training.evaluation": ["Evaluation"],
         "deltazoo.blocks.generation.completion": ["Completion", "Sampling"],
         "deltazoo.blocks.generation.generate": ["Decoder", "generate_tokens", "stream"],
-        "deltazoo.blocks.inspect.describe": ["Description", "LayerRow"],
+        "deltazoo.blocks.inspect.layer_table": ["Description", "LayerRow"],
         "deltazoo.blocks.model.layer": ["Layer", "LayerOutput", "LayerSpec"],
         "deltazoo.blocks.model.losses": ["Losses"],
         "deltazoo.blocks.model.mlp": ["Dense"],

@@ -9,8 +9,8 @@ from deltazoo.blocks.generation.completion import Sampling as Sampling
 from deltazoo.blocks.generation.generate import Decoder as Decoder
 from deltazoo.blocks.generation.generate import generate_tokens as generate_tokens
 from deltazoo.blocks.generation.generate import stream as stream
-from deltazoo.blocks.inspect.describe import Description as Description
-from deltazoo.blocks.inspect.describe import LayerRow as LayerRow
+from deltazoo.blocks.inspect.layer_table import Description as Description
+from deltazoo.blocks.inspect.layer_table import LayerRow as LayerRow
 from deltazoo.blocks.model.compilation import compile_layers as compile_layers
 from deltazoo.blocks.model.layer import Layer as Layer
 from deltazoo.blocks.model.layer import LayerOutput as LayerOutput

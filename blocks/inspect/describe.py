@@ -1,12 +1,9 @@
 """Costs of a model layer by layer: parameters, state and cache bytes, FLOPs, and the backend of each update."""
 
-import shutil
-
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from deltazoo.backends.update.explain import explain
-from deltazoo.blocks.inspect.layer_table import markdown, text_lines
+from deltazoo.blocks.inspect.layer_table import Description, LayerRow
 from deltazoo.blocks.model.layer import Layer, LayerSpec
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.parsing import MlpConfig
@@ -17,94 +14,6 @@ from deltazoo.mixers.core.part import active_parameters
 from deltazoo.mixers.core.state import nbytes
 
 DEVICES = ("cpu", "cuda")
-
-
-class LayerRow(BaseModel):
-    """The costs of one layer.
-
-    Args:
-        layer: index, from 0.
-        name: its name in the pattern of the stack.
-        mixer: the names of its mixers, or "mlp".
-        mlp: the type and the sizes of its MLP; "" without one.
-        equation: the recurrences of its mixers, one per line.
-        repeats: whether its name and config equal those of the layer before.
-        parameters: number of parameters, with the MLP and the norms; 0 for a shared module after its first place.
-        active_parameters: those that a token passes through: not the experts or memories that it is not sent to.
-        flops: FLOPs per token in the forward pass, with the MLP; a multiply-add counts as two.
-        flops_context: additional FLOPs per token for each token of context that is read.
-        state_bytes: recurrent state per sequence, including the whole cache of a sliding window.
-        cache_bytes: key-value cache per token.
-        backends: for each device, the backend that computes the update in training; None if no installed backend
-            can. Empty for a mixer without an update.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    layer: int
-    name: str
-    mixer: str
-    mlp: str
-    equation: str
-    repeats: bool
-    parameters: int
-    active_parameters: int
-    flops: int
-    flops_context: int
-    state_bytes: int
-    cache_bytes: int
-    backends: dict[str, str | None]
-
-
-class Description(BaseModel):
-    """The costs of a model: a row per layer, and totals. `print` shows them as a table.
-
-    Args:
-        layers: the rows. The other figures are totals of the fields of `LayerRow`.
-        parameters: includes the embedding, the last norm and the head.
-        embedding_parameters: those of the embedding, and of the head if it is not tied.
-        flops: includes the head.
-        dtype: of the parameters and of key-value caches.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    layers: list[LayerRow]
-    parameters: int
-    active_parameters: int
-    embedding_parameters: int
-    flops: int
-    flops_context: int
-    state_bytes: int
-    cache_bytes: int
-    dtype: str
-
-    def fold(self) -> list[tuple[int, int, LayerRow]]:
-        """Return the runs of equal layers in order: the first and the last index, and the row of the first."""
-        runs: list[tuple[int, int, LayerRow]] = []
-        for row in self.layers:
-            # a shared module has its parameters in the first row only
-            if row.repeats and row.parameters == self.layers[row.layer - 1].parameters:
-                first, _, same = runs.pop()
-                runs.append((first, row.layer, same))
-            else:
-                runs.append((row.layer, row.layer, row))
-        return runs
-
-    def lines(self, width: int | None = None, rule: str = "-") -> list[str]:
-        """Return the table of the layers, the backends of the updates and a legend as lines of text.
-
-        Args: width: columns of the text; figures get units, and texts wrap, if they do not fit. rule: the character of
-            the line below the header.
-        """
-        return text_lines(self, width, rule)
-
-    def markdown(self) -> str:
-        """Return the table of the layers as Markdown."""
-        return markdown(self)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines(shutil.get_terminal_size().columns))
 
 
 def describe(model: LanguageModel) -> Description:

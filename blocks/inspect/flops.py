@@ -13,7 +13,7 @@ from statistics import fmean
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.measure.workload import Direction
-from deltazoo.blocks.inspect.describe import Description
+from deltazoo.blocks.inspect.layer_table import Description
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers.attention import SlidingWindow
 

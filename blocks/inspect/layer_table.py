@@ -1,14 +1,102 @@
-"""The table of a model's layers, with a row for each run of equal layers, as text that fits a width and as Markdown."""
+"""The costs of a model's layers as a table: rows and totals, and their text, which fits a width, and Markdown."""
 
-from typing import TYPE_CHECKING, NamedTuple
+import shutil
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.io.text_layout import group_by_text, table_lines, wrap
 
-if TYPE_CHECKING:
-    from deltazoo.blocks.inspect.describe import Description, LayerRow
-
 _PIPE_WIDTH = 100  # columns of the sentences where the width is not limited
 _MAX_EXACT = 100_000  # larger figures have a unit where exact ones do not fit
+
+
+class LayerRow(BaseModel):
+    """The costs of one layer.
+
+    Args:
+        layer: index, from 0.
+        name: its name in the pattern of the stack.
+        mixer: the names of its mixers, or "mlp".
+        mlp: the type and the sizes of its MLP; "" without one.
+        equation: the recurrences of its mixers, one per line.
+        repeats: whether its name and config equal those of the layer before.
+        parameters: number of parameters, with the MLP and the norms; 0 for a shared module after its first place.
+        active_parameters: those that a token passes through: not the experts or memories that it is not sent to.
+        flops: FLOPs per token in the forward pass, with the MLP; a multiply-add counts as two.
+        flops_context: additional FLOPs per token for each token of context that is read.
+        state_bytes: recurrent state per sequence, including the whole cache of a sliding window.
+        cache_bytes: key-value cache per token.
+        backends: for each device, the backend that computes the update in training; None if no installed backend
+            can. Empty for a mixer without an update.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: int
+    name: str
+    mixer: str
+    mlp: str
+    equation: str
+    repeats: bool
+    parameters: int
+    active_parameters: int
+    flops: int
+    flops_context: int
+    state_bytes: int
+    cache_bytes: int
+    backends: dict[str, str | None]
+
+
+class Description(BaseModel):
+    """The costs of a model: a row per layer, and totals. `print` shows them as a table.
+
+    Args:
+        layers: the rows. The other figures are totals of the fields of `LayerRow`.
+        parameters: includes the embedding, the last norm and the head.
+        embedding_parameters: those of the embedding, and of the head if it is not tied.
+        flops: includes the head.
+        dtype: of the parameters and of key-value caches.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: list[LayerRow]
+    parameters: int
+    active_parameters: int
+    embedding_parameters: int
+    flops: int
+    flops_context: int
+    state_bytes: int
+    cache_bytes: int
+    dtype: str
+
+    def fold(self) -> list[tuple[int, int, LayerRow]]:
+        """Return the runs of equal layers in order: the first and the last index, and the row of the first."""
+        runs: list[tuple[int, int, LayerRow]] = []
+        for row in self.layers:
+            # a shared module has its parameters in the first row only
+            if row.repeats and row.parameters == self.layers[row.layer - 1].parameters:
+                first, _, same = runs.pop()
+                runs.append((first, row.layer, same))
+            else:
+                runs.append((row.layer, row.layer, row))
+        return runs
+
+    def lines(self, width: int | None = None, rule: str = "-") -> list[str]:
+        """Return the table of the layers, the backends of the updates and a legend as lines of text.
+
+        Args: width: columns of the text; figures get units, and texts wrap, if they do not fit. rule: the character of
+            the line below the header.
+        """
+        return _text_lines(self, width, rule)
+
+    def markdown(self) -> str:
+        """Return the table of the layers as Markdown."""
+        return _markdown(self)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines(shutil.get_terminal_size().columns))
 
 
 class _Figure(NamedTuple):
@@ -29,7 +117,7 @@ _FIGURES = (
 )
 
 
-def text_lines(description: "Description", width: int | None, rule: str) -> list[str]:
+def _text_lines(description: Description, width: int | None, rule: str) -> list[str]:
     """Format the table, the backends of the updates and a legend; arguments as for `Description.lines`."""
     lines, exact = table_lines(*_cells(description, exact=True, stacked=False), None, rule), True
     if width is not None and _width(lines) > width:
@@ -43,7 +131,7 @@ def text_lines(description: "Description", width: int | None, rule: str) -> list
     return [*lines, "", *(line for text in sentences for line in wrap(text, width or _PIPE_WIDTH, rest="  "))]
 
 
-def markdown(description: "Description") -> str:
+def _markdown(description: Description) -> str:
     """Format the table with exact figures as Markdown."""
     columns, rows = _cells(description, exact=True, stacked=False)
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
@@ -57,7 +145,7 @@ def _width(lines: list[str]) -> int:
     return max(map(len, lines))
 
 
-def _cells(description: "Description", exact: bool, stacked: bool) -> tuple[list[str], list[list[str]]]:
+def _cells(description: Description, exact: bool, stacked: bool) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the rows; a column that does not apply to the model is empty.
 
     Args: exact: figures without a unit. stacked: name, mixer and MLP are lines of one cell.
@@ -80,7 +168,7 @@ def _cells(description: "Description", exact: bool, stacked: bool) -> tuple[list
     return columns, rows
 
 
-def _texts(row: "LayerRow") -> tuple[str, str, str]:
+def _texts(row: LayerRow) -> tuple[str, str, str]:
     """Return the name, the mixer and the MLP; the name is omitted if it is that of the mixer."""
     return "" if row.name == row.mixer else row.name, row.mixer, row.mlp or "none"
 
@@ -95,7 +183,7 @@ def _short(figure: int, units: str) -> str:
     return f"{scaled:.4g}{units[unit]}"
 
 
-def _legend(description: "Description", exact: bool) -> list[str]:
+def _legend(description: Description, exact: bool) -> list[str]:
     rows = description.layers
     sentences = {
         f"Figures of one layer; all: with embedding and head, in {description.dtype}.": True,

@@ -16,7 +16,7 @@ from deltazoo.backends.update.explain import explain
 from deltazoo.backends.update.papers import papers
 from deltazoo.backends.update.registry import plugin_errors, resolve
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
-from deltazoo.blocks.inspect.describe import Description
+from deltazoo.blocks.inspect.layer_table import Description
 from deltazoo.blocks.spec import document, presets
 from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class, dump_changed

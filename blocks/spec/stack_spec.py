@@ -16,7 +16,8 @@ from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.check import check_type
 from deltazoo.blocks.inspect import schema
-from deltazoo.blocks.inspect.describe import Description, describe
+from deltazoo.blocks.inspect.describe import describe
+from deltazoo.blocks.inspect.layer_table import Description
 from deltazoo.blocks.model.layer import Layer, LayerSpec, NormPosition, unused_residual_scale
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.model.stack import LanguageModel

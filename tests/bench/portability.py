@@ -210,7 +210,7 @@ def launch_elementwise(dtype: Any, width: int, kind: str, device: Any, compiler:
 
     from deltazoo.backends.triton import problem as problems
     from deltazoo.backends.triton.element import launch
-    from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall
+    from deltazoo.backends.triton.element.operands import ElementKind, ElementOperands, ElementStepCall
 
     B, T, channels = 2, 1 if kind == "decode" else 200, 256
     qk, v = torch.empty(B, T, 1, width, dtype=dtype), torch.empty(B, T, channels, 1, dtype=dtype)

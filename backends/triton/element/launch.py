@@ -17,7 +17,7 @@ from deltazoo.backends.triton.element.kernels.combine import element_combine_ker
 from deltazoo.backends.triton.element.kernels.scan import element_scan_kernel
 from deltazoo.backends.triton.element.kernels.step import element_step_kernel
 from deltazoo.backends.triton.element.kernels.tile import ElementTraits
-from deltazoo.backends.triton.element.op import ElementKind, ElementOperands, ElementStepCall, empty_gradients
+from deltazoo.backends.triton.element.operands import ElementKind, ElementOperands, ElementStepCall, empty_gradients
 from deltazoo.backends.triton.element.plan import COMBINED, ElementPlan, ElementSizes, ElementStep, element_plan
 from deltazoo.backends.triton.runtime.launcher import launcher
 from deltazoo.backends.triton.runtime.precompile import device_of
