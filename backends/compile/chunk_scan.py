@@ -19,11 +19,12 @@ N chunks, Z batch x key heads, G value heads per key head, C tokens per chunk, M
 householders > 1), K key width, V value width, Y sequences
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deltazoo.backends.compile.chunk_operands import ChunkOperands, SavedOperands
 from deltazoo.backends.compile.chunk_scan_backward import scan_backward
 from deltazoo.backends.compile.chunk_scan_forward import saved_segments, scan_forward
 from deltazoo.backends.compile.operator_body import body
@@ -33,38 +34,6 @@ from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, diffe
 # Chunks per segment: few enough for the segment's half dozen operands to stay in the cache, and enough for large
 # batched products. The operators take it as an argument because the sizes in a graph cached on disk depend on it.
 SEGMENT = 16
-
-
-class ChunkOperands(NamedTuple):
-    """Operands of the scan.
-
-    Args:
-        q: [N, Z, C, K].
-        k: write keys [N, Z, M, K].
-        v: values [N, Z, G, M, V], scaled by the write strength.
-        attn: P [N, Z, G, C, M].
-        state: initial states [Y, Z, G, K, V].
-        a: A [N, Z, G, M, M], strictly lower triangular. None: there is no erase term.
-        e: erase keys [N, Z, M, K]. None: k.
-        scale_q, scale_e, scale_k: row scales [N, Z, G, C], [N, Z, G, M] and [N, Z, G, M]. None: 1.
-        gamma: decay of the state over the chunk [N, Z, G, 1 or K]. None: 1.
-        kv: KV [N, Z, G, K, V]. None: 0.
-        sequence: [N] int64, non-decreasing: the row of `state` that each chunk continues. None: row 0 for all chunks.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    attn: Tensor
-    state: Tensor
-    a: Tensor | None = None
-    e: Tensor | None = None
-    scale_q: Tensor | None = None
-    scale_e: Tensor | None = None
-    scale_k: Tensor | None = None
-    gamma: Tensor | None = None
-    kv: Tensor | None = None
-    sequence: Tensor | None = None
 
 
 def chunk_scan(operands: ChunkOperands, tf32: bool = False) -> tuple[Tensor, Tensor]:
@@ -82,30 +51,38 @@ def chunk_scan(operands: ChunkOperands, tf32: bool = False) -> tuple[Tensor, Ten
     return o, final_state
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, attn: Tensor, state: Tensor, a: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    N, Z, C, K = q.shape
-    G, M, V = v.shape[2:]
-    segment, _, save = rest[-3:]
-    v_new = v.new_empty(N, Z, G, M, V) if save and a is not None else v.new_empty(0)
-    t = v.new_empty(N, Z, G, M, M) if save and a is not None else v.new_empty(0)
-    segment_states = v.new_empty(saved_segments(N, segment) if save else 0, Z * G, K, V)
-    return v.new_empty(N, Z, G, C, V), state.new_empty(state.shape), v_new, t, segment_states
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *operands, segment, tf32, save = arguments
+    return scan_forward(ChunkOperands(*operands), segment, tf32, save)
 
 
-def _backward_fake(
-    d_o: Tensor, d_final: Tensor, state: Tensor, segment_states: Tensor, q: Tensor, k: Tensor, v_new: Tensor,
-    attn: Tensor, t: Tensor | None, e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None,
-    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int, tf32: bool,
-) -> list[Tensor]:  # fmt: skip
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    *operands, segment, _, save = arguments
+    x = ChunkOperands(*operands)
+    N, Z, C, K = x.q.shape
+    G, M, V = x.v.shape[2:]
+    v_new = x.v.new_empty(N, Z, G, M, V) if save and x.a is not None else x.v.new_empty(0)
+    t = x.v.new_empty(N, Z, G, M, M) if save and x.a is not None else x.v.new_empty(0)
+    segment_states = x.v.new_empty(saved_segments(N, segment) if save else 0, Z * G, K, V)
+    return x.v.new_empty(N, Z, G, C, V), x.state.new_empty(x.state.shape), v_new, t, segment_states
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    d_o, d_final, *saved, segment, tf32 = arguments
+    return scan_backward(SavedOperands(*saved), d_o, d_final, segment, tf32)
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    _, d_final, *saved, _, _ = arguments
+    x = SavedOperands(*saved)
+
     def like(tensor: Tensor | None) -> Tensor:
-        return attn.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+        return x.attn.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
 
-    d_e = like(e) if t is not None else attn.new_empty(0)
+    d_e = like(x.e) if x.t is not None else x.attn.new_empty(0)
     return [
-        like(q), like(k), like(v_new), like(attn), like(d_final), like(t), d_e,
-        like(scale_q), like(scale_e), like(scale_k), like(gamma), like(kv),
+        like(x.q), like(x.k), like(x.v_new), like(x.attn), like(d_final), like(x.t), d_e,
+        like(x.scale_q), like(x.scale_e), like(x.scale_k), like(x.gamma), like(x.kv),
     ]  # fmt: skip
 
 
@@ -113,14 +90,14 @@ _forward_op = operator(
     "chunk_scan(Tensor q, Tensor k, Tensor v, Tensor attn, Tensor state, Tensor? a, Tensor? e, Tensor? scale_q, "
     "Tensor? scale_e, Tensor? scale_k, Tensor? gamma, Tensor? kv, Tensor? sequence, int segment, bool tf32, bool save) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    body(scan_forward),
+    body(_forward),
     _forward_fake,
 )
 _backward_op = operator(
     "chunk_scan_backward(Tensor d_o, Tensor d_final, Tensor state, Tensor segment_states, Tensor q, Tensor k, "
     "Tensor v_new, Tensor attn, Tensor? t, Tensor? e, Tensor? scale_q, Tensor? scale_e, Tensor? scale_k, "
     "Tensor? gamma, Tensor? kv, Tensor? sequence, int segment, bool tf32) -> Tensor[]",
-    body(scan_backward, strided=1),  # the backward copies d_o one segment at a time
+    body(_backward, strided=1),  # the backward copies d_o one segment at a time
     _backward_fake,
 )
 
@@ -139,18 +116,18 @@ class _ChunkScan(torch.autograd.Function):
         ctx.mark_non_differentiable(v_new, t, segment_states)
         ctx.set_materialize_grads(False)
         ctx.o_shape, ctx.segment, ctx.tf32 = o.shape, SEGMENT, inputs[0]
-        ctx.save_for_backward(
+        saved = SavedOperands(
             x.state, segment_states, x.q, x.k, v_new if erases else x.v, x.attn, t if erases else None,
             x.e, x.scale_q, x.scale_e, x.scale_k, x.gamma, x.kv, x.sequence,
         )  # fmt: skip
+        ctx.save_for_backward(*saved)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        state = saved[0]
-        d_o = state.new_zeros(ctx.o_shape) if d_o is None else d_o
-        d_final = state.new_zeros(state.shape) if d_final is None else d_final
+        saved = SavedOperands(*ctx.saved_tensors)
+        d_o = saved.state.new_zeros(ctx.o_shape) if d_o is None else d_o
+        d_final = saved.state.new_zeros(saved.state.shape) if d_final is None else d_final
         grads = _backward_op(d_o, d_final, *saved, ctx.segment, ctx.tf32)
         needed = ctx.needs_input_grad[1:]
         # tf32 and `sequence`, the first and the last input, have no gradient

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deltazoo.backends.compile.chunk_operands import SavedOperands
 from deltazoo.backends.compile.chunk_scan_forward import (
     Transitions,
     by_chunk,
@@ -24,56 +25,53 @@ from deltazoo.backends.compile.chunk_scan_forward import (
 from deltazoo.backends.torch_ext.devices import products_in_tf32
 
 
-def scan_backward(
-    d_o: Tensor, d_final: Tensor, state: Tensor, segment_states: Tensor, q: Tensor, k: Tensor, v_new: Tensor,
-    attn: Tensor, t: Tensor | None, e: Tensor | None, scale_q: Tensor | None, scale_e: Tensor | None,
-    scale_k: Tensor | None, gamma: Tensor | None, kv: Tensor | None, sequence: Tensor | None, segment: int, tf32: bool,
-) -> list[Tensor]:  # fmt: skip
+def scan_backward(x: SavedOperands, d_o: Tensor, d_final: Tensor, segment: int, tf32: bool) -> list[Tensor]:
     """Compute the gradients of the operands, in the order of `ChunkOperands`; empty tensors for absent operands.
 
-    tf32: whether a GPU computes the products in tf32.
+    segment: chunks per segment. tf32: whether a GPU computes the products in tf32.
     """
-    N, Z, _, K = q.shape
-    G, _, V = v_new.shape[2:]
-    d_q, d_k, d_v, d_attn = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v_new), torch.empty_like(attn)
+    N, Z, _, K = x.q.shape
+    G, _, V = x.v_new.shape[2:]
+    d_q, d_k, d_v, d_attn = (torch.empty_like(y) for y in (x.q, x.k, x.v_new, x.attn))
     d_a, d_scale_q, d_scale_e, d_scale_k, d_gamma, d_kv = (
-        attn.new_empty(0) if y is None else torch.empty_like(y) for y in (t, scale_q, scale_e, scale_k, gamma, kv)
+        x.attn.new_empty(0) if y is None else torch.empty_like(y)
+        for y in (x.t, x.scale_q, x.scale_e, x.scale_k, x.gamma, x.kv)
     )
-    d_e = attn.new_empty(0) if t is None or e is None else torch.empty_like(e)
+    d_e = x.attn.new_empty(0) if x.t is None or x.e is None else torch.empty_like(x.e)
     d_state = d_final.clone()
-    S_buffer, dS_buffer = (attn.new_empty(min(N, segment) + 1, Z * G, K, V) for _ in range(2))
+    S_buffer, dS_buffer = (x.attn.new_empty(min(N, segment) + 1, Z * G, K, V) for _ in range(2))
     with products_in_tf32(tf32):
         for number, chunks in reversed(list(enumerate(segments(N, segment)))):
             n = chunks.stop - chunks.start
-            V_new, P, dV = (flat(x[chunks]) for x in (v_new, attn, d_v))
+            V_new, P, dV = (flat(y[chunks]) for y in (x.v_new, x.attn, d_v))
             dO = flat(d_o[chunks].contiguous())
-            Q, K_scaled = by_value_head(q, scale_q, chunks, G), by_value_head(k, scale_k, chunks, G)
-            S_buffer[0] = segment_states[number]
-            transitions = Transitions.of(chunks, gamma, kv, state, sequence)
+            Q, K_scaled = by_value_head(x.q, x.scale_q, chunks, G), by_value_head(x.k, x.scale_k, chunks, G)
+            S_buffer[0] = x.segment_states[number]
+            transitions = Transitions.of(chunks, x.gamma, x.kv, x.state, x.sequence)
             propagate(S_buffer[: n + 1], K_scaled, V_new, None, transitions)
             dV_new, W = dV, None  # without an erase term V_new is V
-            if t is not None:
-                dV_new, T = torch.empty_like(dV), flat(t[chunks])
-                W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
+            if x.t is not None:
+                dV_new, T = torch.empty_like(dV), flat(x.t[chunks])
+                W = torch.bmm(T, by_value_head(x.k if x.e is None else x.e, x.scale_e, chunks, G))
             dS = dS_buffer[: n + 1]  # the gradients of the states before each chunk, and of the state after the last
             torch.bmm(P.mT, dO, out=dV_new)
             torch.bmm(Q.mT, dO, out=dS[:-1].flatten(0, 1))
-            _propagate_back(dS, d_state, K_scaled, dV_new, W, transitions.gamma, sequence, chunks)
+            _propagate_back(dS, d_state, K_scaled, dV_new, W, transitions.gamma, x.sequence, chunks)
             S_before, dS_after = S_buffer[:n].flatten(0, 1), dS[1:].flatten(0, 1)
             torch.bmm(dO, V_new.mT, out=flat(d_attn[chunks]))
-            if kv is not None:
+            if x.kv is not None:
                 flat(d_kv[chunks]).copy_(dS_after)
-            if gamma is not None:
+            if x.gamma is not None:
                 product = S_before * dS_after
-                d_gamma[chunks] = product.sum((1, 2) if gamma.shape[3] == 1 else 2).view_as(d_gamma[chunks])
-            _key_gradient(dO, S_before, 1, (q, scale_q), (d_q, d_scale_q), chunks, False)
-            _key_gradient(V_new, dS_after, 1, (k, scale_k), (d_k, d_scale_k), chunks, False)
-            if t is not None:
+                d_gamma[chunks] = product.sum((1, 2) if x.gamma.shape[3] == 1 else 2).view_as(d_gamma[chunks])
+            _key_gradient(dO, S_before, 1, (x.q, x.scale_q), (d_q, d_scale_q), chunks, False)
+            _key_gradient(V_new, dS_after, 1, (x.k, x.scale_k), (d_k, d_scale_k), chunks, False)
+            if x.t is not None:
                 torch.bmm(T.mT, dV_new, out=dV)
                 dA = flat(d_a[chunks])
                 torch.baddbmm(dA, dV, V_new.mT, beta=0, alpha=-1, out=dA)
-                key, d_key = (k, d_k) if e is None else (e, d_e)
-                _key_gradient(dV, S_before, -1, (key, scale_e), (d_key, d_scale_e), chunks, e is None)
+                key, d_key = (x.k, d_k) if x.e is None else (x.e, d_e)
+                _key_gradient(dV, S_before, -1, (key, x.scale_e), (d_key, d_scale_e), chunks, x.e is None)
     return [d_q, d_k, d_v, d_attn, d_state, d_a, d_e, d_scale_q, d_scale_e, d_scale_k, d_gamma, d_kv]
 
 

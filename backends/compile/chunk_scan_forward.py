@@ -12,53 +12,52 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from deltazoo.backends.compile.chunk_operands import ChunkOperands
 from deltazoo.backends.compile.inverse import unit_lower_inverse
 from deltazoo.backends.torch_ext.devices import products_in_tf32
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, attn: Tensor, state: Tensor, a: Tensor | None, e: Tensor | None,
-    scale_q: Tensor | None, scale_e: Tensor | None, scale_k: Tensor | None, gamma: Tensor | None,
-    kv: Tensor | None, sequence: Tensor | None, segment: int, tf32: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: ChunkOperands, segment: int, tf32: bool, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute o and the final states, and with `save` the tensors that the backward needs.
 
-    tf32: whether a GPU computes the products, but not T, in tf32.
+    segment: chunks per segment. tf32: whether a GPU computes the products, but not T, in tf32.
 
     Returns: o, the final states; with `save` V_new and T, if there is an erase term, and the first state of each
         segment. Other tensors are empty.
     """
-    N, Z, C, K = q.shape
-    G, M, V = v.shape[2:]
-    o = v.new_empty(N, Z, G, C, V)
-    final_state = state.clone()
-    t = None if a is None else unit_lower_inverse(a)
-    v_new = v if a is None else v.new_empty(N if save else min(N, segment), Z, G, M, V)
-    segment_states = v.new_zeros(saved_segments(N, segment) if save else 0, Z * G, K, V)
-    buffer = v.new_empty(min(N, segment) + 1, Z * G, K, V)
-    buffer[0] = state[0].flatten(0, 1)
+    N, Z, C, K = x.q.shape
+    G, M, V = x.v.shape[2:]
+    o = x.v.new_empty(N, Z, G, C, V)
+    final_state = x.state.clone()
+    t = None if x.a is None else unit_lower_inverse(x.a)
+    v_new = x.v if x.a is None else x.v.new_empty(N if save else min(N, segment), Z, G, M, V)
+    segment_states = x.v.new_zeros(saved_segments(N, segment) if save else 0, Z * G, K, V)
+    buffer = x.v.new_empty(min(N, segment) + 1, Z * G, K, V)
+    buffer[0] = x.state[0].flatten(0, 1)
     with products_in_tf32(tf32):
         for number, chunks in enumerate(segments(N, segment)):
             n = chunks.stop - chunks.start
             S = buffer[: n + 1]
             if save:
                 segment_states[number] = S[0]
-            Q, K_scaled = by_value_head(q, scale_q, chunks, G), by_value_head(k, scale_k, chunks, G)
+            Q, K_scaled = by_value_head(x.q, x.scale_q, chunks, G), by_value_head(x.k, x.scale_k, chunks, G)
             if t is None:
-                V_new, W = flat(v[chunks]), None
+                V_new, W = flat(x.v[chunks]), None
             else:
                 V_new, T = flat(v_new[chunks] if save else v_new[:n]), flat(t[chunks])
-                torch.bmm(T, flat(v[chunks]), out=V_new)  # U; `propagate` subtracts W S
-                W = torch.bmm(T, by_value_head(k if e is None else e, scale_e, chunks, G))
-            propagate(S, K_scaled, V_new, W, Transitions.of(chunks, gamma, kv, state, sequence), final_state)
+                torch.bmm(T, flat(x.v[chunks]), out=V_new)  # U; `propagate` subtracts W S
+                W = torch.bmm(T, by_value_head(x.k if x.e is None else x.e, x.scale_e, chunks, G))
+            propagate(S, K_scaled, V_new, W, Transitions.of(chunks, x.gamma, x.kv, x.state, x.sequence), final_state)
             O = flat(o[chunks])
-            torch.bmm(flat(attn[chunks]), V_new, out=O)
+            torch.bmm(flat(x.attn[chunks]), V_new, out=O)
             O.baddbmm_(Q, S[:-1].flatten(0, 1))
             buffer[0] = S[-1]
-    if sequence is None:
+    if x.sequence is None:
         final_state[0] = buffer[0].view_as(final_state[0])
-    saved_v_new = v_new if save and a is not None else v.new_empty(0)
-    saved_t = t if save and t is not None else v.new_empty(0)
+    saved_v_new = v_new if save and x.a is not None else x.v.new_empty(0)
+    saved_t = t if save and t is not None else x.v.new_empty(0)
     return o, final_state, saved_v_new, saved_t, segment_states
 
 

@@ -98,88 +98,83 @@ def element_scan(operands: ElementOperands, read_before: bool) -> tuple[Tensor, 
     return o, final_state
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor | None, step: Tensor | None, rate: Tensor | None,
-    sequence: Tensor | None, read_before: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _scan(x: ElementOperands, read_before: bool, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute o, the final states, and with `save` the first state of each chunk, else an empty tensor."""
-    N, C, B = q.shape[:3]
-    o, final_state = torch.empty_like(v), state.clone()
-    chunk_states = v.new_empty(N if save else 0, B, *state.shape[1:])
-    history = v.new_empty(C + 1, B, *state.shape[1:])
-    buffer = _decay_buffer(q, decay, step)
+    N, C, B = x.q.shape[:3]
+    o, final_state = torch.empty_like(x.v), x.state.clone()
+    chunk_states = x.v.new_empty(N if save else 0, B, *x.state.shape[1:])
+    history = x.v.new_empty(C + 1, B, *x.state.shape[1:])
+    buffer = _decay_buffer(x)
     for n in range(N):
-        history[0] = final_state if sequence is None else final_state.index_select(0, sequence[n : n + 1])
+        history[0] = final_state if x.sequence is None else final_state.index_select(0, x.sequence[n : n + 1])
         if save:
             chunk_states[n] = history[0]
-        a = _decays(n, decay, step, rate, buffer)
-        _propagate(history, a, k[n], v[n])
-        _read(history[:-1] if read_before else history[1:], q[n], o[n])
-        if sequence is None:
+        a = _decays(n, x, buffer)
+        _propagate(history, a, x.k[n], x.v[n])
+        _read(history[:-1] if read_before else history[1:], x.q[n], o[n])
+        if x.sequence is None:
             final_state.copy_(history[-1])
         else:
-            final_state.index_copy_(0, sequence[n : n + 1], history[-1])
+            final_state.index_copy_(0, x.sequence[n : n + 1], history[-1])
     return o, final_state, chunk_states
 
 
-def _backward(
-    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk_states: Tensor, decay: Tensor | None,
-    step: Tensor | None, rate: Tensor | None, sequence: Tensor | None, read_before: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Compute the gradients of the operands by the reverse scan; each chunk recomputes its states from its first."""
-    N, C = q.shape[:2]
-    d_q, d_k, d_v, d_state = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_final.clone()
-    d_decay, d_step = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (decay, step))
-    d_rate = q.new_empty(0) if rate is None else torch.zeros_like(rate)
-    history = chunk_states.new_empty(C + 1, *chunk_states.shape[1:])
-    dS, dS_read = (history.new_empty(C, *chunk_states.shape[1:]) for _ in range(2))
-    buffer = _decay_buffer(q, decay, step)
+def _reverse_scan(x: ElementOperands, d_o: Tensor, d_final: Tensor, read_before: bool) -> list[Tensor]:
+    """Compute the gradients of the operands by the reverse scan; each chunk recomputes its states from its first.
+
+    Args: x: the operands, with the first state of each chunk [N, B, H, K, G, V] in place of the initial states.
+    """
+    N, C = x.q.shape[:2]
+    d_q, d_k, d_v, d_state = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v), d_final.clone()
+    d_decay, d_step = (x.q.new_empty(0) if y is None else torch.empty_like(y) for y in (x.decay, x.step))
+    d_rate = x.q.new_empty(0) if x.rate is None else torch.zeros_like(x.rate)
+    history = x.state.new_empty(C + 1, *x.state.shape[1:])
+    dS, dS_read = (history.new_empty(C, *x.state.shape[1:]) for _ in range(2))
+    buffer = _decay_buffer(x)
     for n in reversed(range(N)):
-        history[0] = chunk_states[n]
-        a = _decays(n, decay, step, rate, buffer)
-        _propagate(history, a, k[n], v[n])
-        d_after = d_state if sequence is None else d_state.index_select(0, sequence[n : n + 1])
-        _outer(q[n], d_o[n], dS_read)
+        history[0] = x.state[n]
+        a = _decays(n, x, buffer)
+        _propagate(history, a, x.k[n], x.v[n])
+        d_after = d_state if x.sequence is None else d_state.index_select(0, x.sequence[n : n + 1])
+        _outer(x.q[n], d_o[n], dS_read)
         d_before = _propagate_back(dS, d_after, a, dS_read, read_before)
         _contract(history[:-1] if read_before else history[1:], d_o[n], d_q[n])
-        _contract(dS, v[n], d_k[n])
-        _read(dS, k[n], d_v[n])
+        _contract(dS, x.v[n], d_k[n])
+        _read(dS, x.k[n], d_v[n])
         if a is not None:
             d_log = history[:-1].mul_(dS)
-            d_log = d_log.squeeze(-1) if v.shape[-1] == 1 else d_log.sum(-1)
+            d_log = d_log.squeeze(-1) if x.v.shape[-1] == 1 else d_log.sum(-1)
             d_log = d_log.mul_(a.squeeze(-1))  # [C, B, H, K, G]
-            if step is not None and rate is not None:
-                d_rate += (d_log * step[n].unsqueeze(3)).sum((0, 1))
-                d_step[n] = d_log.mul_(rate).sum(3)
+            if x.step is not None and x.rate is not None:
+                d_rate += (d_log * x.step[n].unsqueeze(3)).sum((0, 1))
+                d_step[n] = d_log.mul_(x.rate).sum(3)
             else:
-                d_decay[n] = d_log if decay is None or decay.shape[4] > 1 else d_log.sum(3, keepdim=True)
-        if sequence is None:
+                d_decay[n] = d_log if x.decay is None or x.decay.shape[4] > 1 else d_log.sum(3, keepdim=True)
+        if x.sequence is None:
             d_state.copy_(d_before)
         else:
-            d_state.index_copy_(0, sequence[n : n + 1], d_before)
+            d_state.index_copy_(0, x.sequence[n : n + 1], d_before)
     return [d_q, d_k, d_v, d_state, d_decay, d_step, d_rate]
 
 
-def _decay_buffer(q: Tensor, decay: Tensor | None, step: Tensor | None) -> Tensor | None:
+def _decay_buffer(x: ElementOperands) -> Tensor | None:
     """Allocate the decays of a chunk, [C, B, H, 1 or K, G], once: an allocation per chunk is slower."""
-    if step is not None:
-        return step.new_empty(*step.shape[1:4], q.shape[-1], step.shape[4])
-    return None if decay is None else decay.new_empty(decay.shape[1:])
+    if x.step is not None:
+        return x.step.new_empty(*x.step.shape[1:4], x.q.shape[-1], x.step.shape[4])
+    return None if x.decay is None else x.decay.new_empty(x.decay.shape[1:])
 
 
-def _decays(
-    n: int, decay: Tensor | None, step: Tensor | None, rate: Tensor | None, buffer: Tensor | None
-) -> Tensor | None:
+def _decays(n: int, x: ElementOperands, buffer: Tensor | None) -> Tensor | None:
     """Compute the decays of chunk n in the buffer: [C, B, H, 1 or K, G, 1].
 
     By exp2, which takes a quarter of the time of exp on a CPU.
     """
     if buffer is None:
         return None
-    if step is not None and rate is not None:
-        torch.mul(step[n].unsqueeze(3), rate * LOG2_E, out=buffer)
-    elif decay is not None:
-        torch.mul(decay[n], LOG2_E, out=buffer)
+    if x.step is not None and x.rate is not None:
+        torch.mul(x.step[n].unsqueeze(3), x.rate * LOG2_E, out=buffer)
+    elif x.decay is not None:
+        torch.mul(x.decay[n], LOG2_E, out=buffer)
     return buffer.exp2_().unsqueeze(-1)
 
 
@@ -237,19 +232,28 @@ def _contract(S: Tensor, v: Tensor, out: Tensor) -> None:
         torch.bmm(S.reshape(-1, K, columns), v.reshape(-1, columns, 1), out=out.view(-1, K, 1))
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, decay: Tensor | None, step: Tensor | None, rate: Tensor | None,
-    sequence: Tensor | None, read_before: bool, save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    chunk_states = v.new_empty(q.shape[0] if save else 0, q.shape[2], *state.shape[1:])
-    return v.new_empty(v.shape), state.new_empty(state.shape), chunk_states
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *operands, read_before, save = arguments
+    return _scan(ElementOperands(*operands), read_before, save)
 
 
-def _backward_fake(
-    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, chunk_states: Tensor, decay: Tensor | None,
-    step: Tensor | None, rate: Tensor | None, sequence: Tensor | None, read_before: bool,
-) -> list[Tensor]:  # fmt: skip
-    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, d_final, decay, step, rate)]
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *operands, _, save = arguments
+    x = ElementOperands(*operands)
+    chunk_states = x.v.new_empty(x.q.shape[0] if save else 0, x.q.shape[2], *x.state.shape[1:])
+    return x.v.new_empty(x.v.shape), x.state.new_empty(x.state.shape), chunk_states
+
+
+def _backward(*arguments: Any) -> list[Tensor]:
+    d_o, d_final, *saved, read_before = arguments
+    return _reverse_scan(ElementOperands(*saved), d_o, d_final, read_before)
+
+
+def _backward_fake(*arguments: Any) -> list[Tensor]:
+    _, d_final, *saved, _ = arguments
+    x = ElementOperands(*saved)
+    tensors = (x.q, x.k, x.v, d_final, x.decay, x.step, x.rate)
+    return [x.q.new_empty(0) if y is None else y.new_empty(y.shape) for y in tensors]
 
 
 _forward_op = operator(
@@ -259,7 +263,7 @@ _forward_op = operator(
     _forward_fake,
 )
 _backward_op = operator(
-    "element_scan_backward(Tensor d_o, Tensor d_final, Tensor q, Tensor k, Tensor v, Tensor chunk_states, "
+    "element_scan_backward(Tensor d_o, Tensor d_final, Tensor q, Tensor k, Tensor v, Tensor state, "
     "Tensor? decay, Tensor? step, Tensor? rate, Tensor? sequence, bool read_before) -> Tensor[]",
     body(_backward),
     _backward_fake,
@@ -280,17 +284,17 @@ class _ElementScan(torch.autograd.Function):
         ctx.mark_non_differentiable(chunk_states)
         ctx.set_materialize_grads(False)
         ctx.o_shape, ctx.state_shape = o.shape, final_state.shape
-        ctx.save_for_backward(x.q, x.k, x.v, chunk_states, x.decay, x.step, x.rate, x.sequence)
+        ctx.save_for_backward(*x._replace(state=chunk_states))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        d_o = saved[0].new_zeros(ctx.o_shape) if d_o is None else d_o
-        d_final = saved[0].new_zeros(ctx.state_shape) if d_final is None else d_final
+        saved = ElementOperands(*ctx.saved_tensors)
+        d_o = saved.q.new_zeros(ctx.o_shape) if d_o is None else d_o
+        d_final = saved.q.new_zeros(ctx.state_shape) if d_final is None else d_final
         d_q, d_k, d_v, d_state, d_decay, d_step, d_rate = _backward_op(d_o, d_final, *saved, ctx.read_before)
-        d_decays = [None if x is None else d for x, d in zip(saved[4:7], (d_decay, d_step, d_rate), strict=True)]
-        return None, d_q, d_k, d_v, d_state, *d_decays, None
+        d_decays = ((saved.decay, d_decay), (saved.step, d_step), (saved.rate, d_rate))
+        return None, d_q, d_k, d_v, d_state, *(None if x is None else gradient for x, gradient in d_decays), None
 
 
 # After the operands come read_before and save.

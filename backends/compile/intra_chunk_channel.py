@@ -20,7 +20,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deltazoo.backends.compile.chunk_scan import ChunkOperands
+from deltazoo.backends.compile.chunk_operands import ChunkOperands
 from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, exp_as
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.update.spec import UpdateSpec

@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.backends.compile.chunk_scan import ChunkOperands
+from deltazoo.backends.compile.chunk_operands import ChunkOperands
 from deltazoo.backends.compile.intra_chunk import LoweredChunks, cumulative_decay, decay_at_reads, exp_as
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.modes import is_exporting

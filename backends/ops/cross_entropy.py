@@ -3,7 +3,7 @@
 N tokens, C tokens per chunk, R rows of a block, D width, L vocabulary
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -149,16 +149,35 @@ class _Rows(NamedTuple):
     scale_R: Tensor | None
 
 
-def _linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, dtype: torch.dtype, ignore_index: int,
-    z_loss: float | None, cap: float | None, chunk: int, d_x: bool, d_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+class _Call(NamedTuple):
+    """The arguments of the operator.
+
+    Args: scale: factors of the losses in the gradients [N], None: 1; d_x, d_weight: which gradients are computed.
+    """
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    scale: Tensor | None
+    options: _Options
+    d_x: bool
+    d_weight: bool
+
+
+def _call(arguments: Sequence[Any]) -> _Call:
+    """Return the flat arguments of the operator by name."""
+    *tensors, d_x, d_weight = arguments
+    return _Call(*tensors[:4], _Options(*tensors[4:]), d_x, d_weight)
+
+
+def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses [N] and the gradients of sum_n scale_n loss_n with respect to x and the weights.
 
     The gradient of x has the dtype of the logits, that of the weights is in float32. Without d_x or d_weight the
-    gradient is empty. scale = None is 1.
+    gradient is empty.
     """
-    options = _Options(dtype, ignore_index, z_loss, cap, chunk)
+    x, weight, targets, scale, options, d_x, d_weight = _call(arguments)
+    dtype, chunk = options.dtype, options.chunk
     C, L = min(chunk, x.shape[0]), weight.shape[0]
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         weight = weight.to(dtype)
@@ -247,11 +266,9 @@ def _results(x: Tensor, weight: Tensor, dtype: torch.dtype, d_x: bool, d_weight:
     )
 
 
-def _fake(
-    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, dtype: torch.dtype, ignore_index: int,
-    z_loss: float | None, cap: float | None, chunk: int, d_x: bool, d_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _results(x, weight, dtype, d_x, d_weight)
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _call(arguments)
+    return _results(call.x, call.weight, call.options.dtype, call.d_x, call.d_weight)
 
 
 # A custom operator, because a traced loop over the chunks would specialise the graph to one N.

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.backends.compile.chunk_scan import ChunkOperands, chunk_scan
+from deltazoo.backends.compile.chunk_operands import ChunkOperands
+from deltazoo.backends.compile.chunk_scan import chunk_scan
 from deltazoo.backends.compile.inverse import unit_lower_inverse
 
 N, Z, C, K, V = 3, 2, 4, 3, 2
