@@ -25,6 +25,7 @@ class ABCAttention(HeadConfig):
     family: ClassVar[str] = "memory slots"
     purpose: ClassVar[str] = "softmax over a fixed number of slots"
     source: ClassVar[str] = "Peng 2021, arXiv 2110.02488"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     slots: int = Field(default=64, ge=1, description="M, slots per head")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles of q and k")
     scale: float | None = Field(default=None, allow_inf_nan=False, description="factor on K q; None: K ** -0.5")

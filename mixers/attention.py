@@ -84,6 +84,7 @@ class Attention(AttentionConfig):
     name: ClassVar[str] = "attention"
     purpose: ClassVar[str] = "exact recall; the cache grows with the text"
     source: ClassVar[str] = "Vaswani 2017, arXiv 1706.03762; GQA 2305.13245; RoPE 2104.09864"
+    oracle: ClassVar[str] = "transformers `llama`, `qwen3_next`, `olmo_hybrid`"
 
     def window_or_none(self) -> None:
         return None
@@ -101,6 +102,7 @@ class SlidingWindow(AttentionConfig):
     name: ClassVar[str] = "sliding_window"
     purpose: ClassVar[str] = "exact recall of the last tokens; fixed cache"
     source: ClassVar[str] = "Beltagy 2020, arXiv 2004.05150; in hybrids: Samba 2406.07522, Gated DeltaNet 2412.06464"
+    oracle: ClassVar[str] = "masked softmax in float64"
 
     window: int = Field(default=2048, ge=1, description="tokens to attend to, the current one included")
 

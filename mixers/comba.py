@@ -27,6 +27,7 @@ class Comba(DeltaRuleConfig):
     name: ClassVar[str] = "comba"
     purpose: ClassVar[str] = "own erase and write strengths; output feedback"
     source: ClassVar[str] = "Hu 2025, arXiv 2506.02475"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     correction: float = Field(default=1.0, description="initial d; 0.02 in the paper's small models")
     norm_after: bool = Field(default=False, description="normalise q, k and c k after the feedback: the authors' code")
 

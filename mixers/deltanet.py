@@ -47,6 +47,7 @@ class DeltaNet(DeltaNetConfig):
     name: ClassVar[str] = "deltanet"
     purpose: ClassVar[str] = "replaces the value that a key has stored"
     source: ClassVar[str] = "Schlag 2021, arXiv 2102.11174; Yang 2024, arXiv 2406.06484"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
 
 
 class EFLA(DeltaNetConfig):
@@ -59,6 +60,7 @@ class EFLA(DeltaNetConfig):
     name: ClassVar[str] = "efla"
     purpose: ClassVar[str] = "delta rule, integrated exactly over a step"
     source: ClassVar[str] = "Lei, Zhang, Poria 2025, arXiv 2512.12602"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     reparam: Reparam = Field(default="efla", description=REPARAM)
 
 
@@ -72,6 +74,7 @@ class DeltaProduct(DeltaNetConfig):
     name: ClassVar[str] = "deltaproduct"
     purpose: ClassVar[str] = "several delta steps per token; tracks states"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     householders: int = Field(default=2, ge=1, description=DELTA_STEPS)
     negative_eigenvalues: NegativeEigenvalues = Field(default="both", description=NEGATIVE_EIGENVALUES)
     gate: bool = Field(default=True, description=OUTPUT_GATE)

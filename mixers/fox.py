@@ -36,6 +36,7 @@ class FoX(AttentionHeadsConfig, FilterConfig):
     name: ClassVar[str] = "fox"
     purpose: ClassVar[str] = "attention with a learned forget gate per head"
     source: ClassVar[str] = "Lin 2025, arXiv 2503.02130"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
 
     usual_head_width: ClassVar[int] = 64
 

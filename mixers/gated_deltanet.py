@@ -45,6 +45,7 @@ class GatedDeltaNet(GatedDeltaNetConfig):
     name: ClassVar[str] = "gated_deltanet"
     purpose: ClassVar[str] = "delta rule with a decay per head"
     source: ClassVar[str] = "Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464"
+    oracle: ClassVar[str] = "transformers `qwen3_next`, `qwen3_5`, `olmo_hybrid`"
 
 
 class GatedEFLA(GatedDeltaNetConfig):
@@ -56,6 +57,7 @@ class GatedEFLA(GatedDeltaNetConfig):
     name: ClassVar[str] = "gated_efla"
     purpose: ClassVar[str] = "EFLA with a decay per head"
     source: ClassVar[str] = "EFLA, arXiv 2512.12602, with the decay of arXiv 2412.06464; new here"
+    oracle: ClassVar[str] = "matrix exponential in float64"
     reparam: Reparam = Field(default="efla", description=REPARAM)
 
 
@@ -69,6 +71,7 @@ class GatedLonghorn(GatedDeltaNetConfig):
     name: ClassVar[str] = "gated_longhorn"
     purpose: ClassVar[str] = "Longhorn with a decay per head"
     source: ClassVar[str] = "NVlabs/GatedDeltaNet, of arXiv 2412.06464; Longhorn, Liu et al. 2024, arXiv 2407.14207"
+    oracle: ClassVar[str] = "the implicit step, solved in float64"
     reparam: Reparam = Field(default="longhorn", description=REPARAM)
     query_norm: bool = Field(default=False, description=QUERY_NORM)
 
@@ -82,5 +85,6 @@ class GatedDeltaProduct(GatedDeltaNetConfig):
     name: ClassVar[str] = "gated_deltaproduct"
     purpose: ClassVar[str] = "DeltaProduct with a decay per head"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     householders: int = Field(default=2, ge=1, description=DELTA_STEPS)
     negative_eigenvalues: NegativeEigenvalues = Field(default="both", description=NEGATIVE_EIGENVALUES)

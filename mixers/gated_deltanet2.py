@@ -21,6 +21,7 @@ class GatedDeltaNet2(DeltaRuleConfig):
     name: ClassVar[str] = "gated_deltanet2"
     purpose: ClassVar[str] = "erase and write strengths per channel"
     source: ClassVar[str] = "Hatamizadeh, Choi, Kautz 2026, arXiv 2605.22791"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
 
     def spec(self) -> UpdateSpec:
         return self.delta_rule_spec("channel", "channel")

@@ -26,6 +26,7 @@ class GatedRetNet(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "a learned decay per head (YOCO)"
     source: ClassVar[str] = "Sun 2024 (YOCO), arXiv 2405.05254"
+    oracle: ClassVar[str] = "its equation and that of YOCO's code in float64"
     temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
     norm: NormKind = Field(default="layer", description="norm of each head's output; rms in the paper's code")

@@ -25,6 +25,7 @@ class GatedRFA(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "random features of the softmax, with a gate"
     source: ClassVar[str] = "Peng 2021, arXiv 2103.02143"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     features: int = Field(default=64, ge=1, description="random directions per head; keys get twice that width")
     floor: float = Field(
         default=0.05, gt=0, description="lower bound of |phi(q)^T z|, which random features can make small"

@@ -24,6 +24,7 @@ class GLA(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "a learned decay per channel"
     source: ClassVar[str] = "Yang 2024, arXiv 2312.06635"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     gate_rank: int = Field(default=16, ge=1, description="rank of the decay's map W_2 W_1")
     temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
 

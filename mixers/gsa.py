@@ -24,6 +24,7 @@ class GSA(HeadConfig):
     family: ClassVar[str] = "memory slots"
     purpose: ClassVar[str] = "slots with a forget gate each"
     source: ClassVar[str] = "Zhang 2024, arXiv 2409.07146"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     slots: int = Field(default=64, ge=1, description="M, slots per head")
     temperature: float = Field(default=8.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on K q; None: K ** -0.5")

@@ -25,6 +25,7 @@ class H3(FilterConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "shift and diagonal state spaces, gated"
     source: ClassVar[str] = "Fu 2022, arXiv 2212.14052"
+    oracle: ClassVar[str] = "its equation in complex float64"
     states: int = Field(default=32, ge=1, description="N, complex states per channel of the diagonal state space")
     shift: int = Field(default=64, ge=1, description="taps of the shift filter")
     discretisation: Discretisation = Field(default="bilinear", description="bilinear; zoh: zero-order hold")

@@ -27,6 +27,7 @@ class HGRN(ChannelConfig):
     family: ClassVar[str] = "diagonal RNN"
     purpose: ClassVar[str] = "gated linear RNN with a lower bound per layer"
     source: ClassVar[str] = "Qin 2023, arXiv 2311.04823"
+    oracle: ClassVar[str] = "its equation in complex float64"
     turning: bool = Field(
         default=True, description="complex states that rotate by a learned angle w per token; False: real"
     )

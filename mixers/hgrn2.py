@@ -23,6 +23,7 @@ class HGRN2(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "HGRN with a matrix state; keys are 1 - decay"
     source: ClassVar[str] = "Qin 2024, arXiv 2404.07904"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
 
     def spec(self) -> UpdateSpec:

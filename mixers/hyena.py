@@ -38,6 +38,7 @@ class Hyena(FilterConfig):
     family: ClassVar[str] = "convolution"
     purpose: ClassVar[str] = "long convolutions from a small network, gated"
     source: ClassVar[str] = "Poli 2023, arXiv 2302.10866"
+    oracle: ClassVar[str] = "its equation in float64"
     max_length: int = Field(default=2048, ge=2, description="L, the scale of the filter's positions, in tokens")
     filter_width: int = Field(default=64, ge=1, description="width of the network that computes the filter")
     bands: int = Field(default=1, ge=1, description="frequencies in the network's positional input")

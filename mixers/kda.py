@@ -22,6 +22,7 @@ class KDA(DeltaRuleConfig):
     name: ClassVar[str] = "kda"
     purpose: ClassVar[str] = "a decay per channel (Kimi Linear)"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
+    oracle: ClassVar[str] = "transformers `kimi_linear`, `bailing_hybrid`, `glm5_next`"
     gate_rank: int | None = Field(
         default=None, ge=1, description="rank of the projections of decay and output gate; None: K and V"
     )

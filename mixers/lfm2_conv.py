@@ -21,6 +21,7 @@ class LFM2Conv(FilterConfig):
     family: ClassVar[str] = "convolution"
     purpose: ClassVar[str] = "gated short convolution (LFM2)"
     source: ClassVar[str] = "Liquid AI 2025 (LFM2), arXiv 2511.23404"
+    oracle: ClassVar[str] = "transformers `lfm2`"
     conv_width: int = Field(default=3, ge=1, description="taps of the convolution")
     bias: bool = Field(default=False, description="biases of both linear maps and of the convolution")
 

@@ -25,6 +25,7 @@ class LightningAttention(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "a fixed decay per head and layer (MiniMax-01)"
     source: ClassVar[str] = "Qin 2024, arXiv 2401.04658; MiniMax-01, arXiv 2501.08313"
+    oracle: ClassVar[str] = "transformers `minimax`; the slopes of OpenNLPLab's code"
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
     norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output norm")
 

@@ -37,6 +37,7 @@ class LinearAttention(LinearAttentionConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "softmax replaced by a feature map; no decay"
     source: ClassVar[str] = "Katharopoulos 2020, arXiv 2006.16236; dpfp: Schlag 2021, arXiv 2102.11174"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     feature: Feature = Field(default="elu+1", description="feature map phi of q and k")
     normaliser: bool = Field(default=True, description="divide by the sum of the weights; False: RMS norm per head")
 
@@ -64,6 +65,7 @@ class Based(LinearAttentionConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "second-order Taylor expansion of the softmax"
     source: ClassVar[str] = "Arora 2024, arXiv 2402.18668"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
     key_width: int | None = Field(
         default=16, ge=1, description="K per head, before the feature map; None: width / heads"

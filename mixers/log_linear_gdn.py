@@ -24,6 +24,7 @@ class LogLinearGDN(LogLinearConfig):
     family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "Gated DeltaNet with log T levels of states"
     source: ClassVar[str] = "Guo 2025, arXiv 2506.04761"
+    oracle: ClassVar[str] = "its definition in float64, with a state for every token"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 128, at least 1")
     key_width: int | None = Field(default=None, ge=1, description="K per head; None: 3/4 width / heads")
     value_width: int | None = Field(default=None, ge=1, description="V per head; None: 3/2 width / heads")

@@ -25,6 +25,7 @@ class LogLinearMamba2(LogLinearConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "Mamba-2 with log T levels of states"
     source: ClassVar[str] = "Guo 2025, arXiv 2506.04761"
+    oracle: ClassVar[str] = "its definition in float64, with a state for every token"
     heads: int = Field(default=1, ge=1, description="groups with shared q and k")
     key_width: int = Field(default=128, ge=1, description="K, the state size N in the paper")
     value_width: int = Field(default=64, ge=1, description="V per head; value_heads defaults to 2 width / V")

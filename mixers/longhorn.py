@@ -25,6 +25,7 @@ class Longhorn(HeadConfig):
     family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "implicit, stable step of the delta rule"
     source: ClassVar[str] = "Longhorn, Liu et al. 2024, arXiv 2407.14207"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
     householders: int = Field(default=1, ge=1, description="delta steps per token")
 

@@ -24,6 +24,7 @@ class LonghornDiagonal(ChannelConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "Longhorn's implicit step on diagonal states"
     source: ClassVar[str] = "Longhorn, Liu et al. 2024, arXiv 2407.14207"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")

@@ -24,6 +24,7 @@ class LRU(ChannelConfig):
     family: ClassVar[str] = "diagonal RNN"
     purpose: ClassVar[str] = "complex linear RNN, initialised on a ring"
     source: ClassVar[str] = "Orvieto 2023, arXiv 2303.06349"
+    oracle: ClassVar[str] = "its equation in complex float64"
     ring: tuple[float, float] = Field(default=(0.0, 1.0), description="minimum and maximum of the initial |a|")
     phase: float = Field(default=6.28, gt=0, allow_inf_nan=False, description="maximum of the initial angle of a")
 

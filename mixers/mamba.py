@@ -25,6 +25,7 @@ class Mamba(ChannelConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "state space whose step depends on the token"
     source: ClassVar[str] = "Gu & Dao 2023, arXiv 2312.00752"
+    oracle: ClassVar[str] = "transformers `mamba`, `falcon_mamba`"
     state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")

@@ -25,6 +25,7 @@ class Mamba2(HeadConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "Mamba with one decay per head and large states"
     source: ClassVar[str] = "Dao & Gu 2024, arXiv 2405.21060"
+    oracle: ClassVar[str] = "transformers `mamba2`"
     heads: int | None = Field(default=1, ge=1, description="groups with shared q and k; None: width // 128")
     value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")
     key_width: int | None = Field(default=128, ge=1, description="K, the state size N in the paper")

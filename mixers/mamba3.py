@@ -36,6 +36,7 @@ class Mamba3(HeadConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "Mamba-2 with trapezoidal steps and rotations"
     source: ClassVar[str] = "Lahoti 2026, arXiv 2603.15569"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     heads: int | None = Field(default=1, ge=1, description="groups with shared q and k; None: width // 128")
     value_heads: int | None = Field(default=None, ge=1, description="heads of the paper; None: 2 width / value_width")
     key_width: int | None = Field(default=128, ge=1, description="K, the state size N in the paper")

@@ -25,6 +25,7 @@ class Mesa(HeadConfig):
     family: ClassVar[str] = "test-time training"
     purpose: ClassVar[str] = "least squares over all previous tokens"
     source: ClassVar[str] = "von Oswald 2025, arXiv 2506.05233"
+    oracle: ClassVar[str] = "an exact solve for every token in float64"
     steps: int = Field(default=30, ge=1, description="steps of conjugate gradients; K steps are exact")
     bound: float = Field(default=0.25, gt=0, lt=1, description="lower bound of lambda")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q and k; 0: none")

@@ -34,6 +34,7 @@ class MLA(FilterConfig):
     family: ClassVar[str] = "softmax attention"
     purpose: ClassVar[str] = "attention with a small cache of latent vectors"
     source: ClassVar[str] = "DeepSeek-V2 2024, arXiv 2405.04434; without positions: Kimi Linear 2510.26692"
+    oracle: ClassVar[str] = "transformers `deepseek_v3`, `kimi_linear`; its equation in float64"
 
     heads: int | None = Field(default=None, ge=1, description="heads; None: width // 128, at least 1")
     key_width: int | None = Field(

@@ -26,6 +26,7 @@ class MLSTM(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "exponential input gates (xLSTM)"
     source: ClassVar[str] = "Beck 2024, arXiv 2405.04517; xLSTM 7B, arXiv 2503.13427"
+    oracle: ClassVar[str] = "transformers `xlstm`; the equation without stabiliser in float64"
     norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the output norm and of the division")
 
     def spec(self) -> UpdateSpec:

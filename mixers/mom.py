@@ -56,6 +56,7 @@ class MoM(MixerConfig):
     family: ClassVar[str] = "memory slots"
     purpose: ClassVar[str] = "several memories, of which a token uses some"
     source: ClassVar[str] = "Du 2025, arXiv 2502.13685"
+    oracle: ClassVar[str] = "a loop over tokens and memories, for several inner mixers"
 
     memory: Inner = Field(default_factory=_gated_deltanet, description="config of each memory: any mixer")
     memories: int = Field(default=4, ge=1, description="number of memories, without the shared one")

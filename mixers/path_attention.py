@@ -38,6 +38,7 @@ class PathAttention(AttentionHeadsConfig, FilterConfig):
     name: ClassVar[str] = "path_attention"
     purpose: ClassVar[str] = "attention whose positions depend on the data"
     source: ClassVar[str] = "Yang 2025, arXiv 2505.16381"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
 
     usual_head_width: ClassVar[int] = 64
 

@@ -38,6 +38,7 @@ class PreconditionedDeltaNet(PreconditionedConfig):
     name: ClassVar[str] = "preconditioned_deltanet"
     family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "Gated DeltaNet with preconditioned keys"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", beta="head", erase_key="own", scale=self.scale)
@@ -62,6 +63,7 @@ class PreconditionedKDA(PreconditionedConfig):
     name: ClassVar[str] = "preconditioned_kda"
     family: ClassVar[str] = "delta rule"
     purpose: ClassVar[str] = "KDA with preconditioned keys"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", beta="head", erase_key="own", scale=self.scale)

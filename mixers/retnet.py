@@ -27,6 +27,7 @@ class RetNet(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "a fixed decay per head"
     source: ClassVar[str] = "Sun 2023, arXiv 2307.08621"
+    oracle: ClassVar[str] = "its equation and that of torchscale in float64"
     rotary_theta: float = Field(default=10000.0, gt=1, description="base of the rotary angles")
     norm: NormKind = Field(default="layer", description="norm of each head's output; rms in the paper's code")
     norm_weight: bool = Field(default=True, description="whether that norm has a weight; False in the paper's code")

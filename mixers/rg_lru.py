@@ -25,6 +25,7 @@ class RGLRU(ChannelConfig):
     family: ClassVar[str] = "diagonal RNN"
     purpose: ClassVar[str] = "gated linear RNN (Griffin, RecurrentGemma)"
     source: ClassVar[str] = "De 2024 (Griffin), arXiv 2402.19427"
+    oracle: ClassVar[str] = "transformers `recurrent_gemma`"
     blocks: int | None = Field(default=None, ge=1, description="blocks of the gates' maps; None: at most width // 256")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
     bias: bool = Field(default=True, description="biases of the maps to x, to the gate and to the output")

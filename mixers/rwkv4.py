@@ -22,6 +22,7 @@ class RWKV4(ChannelConfig):
     family: ClassVar[str] = "RWKV"
     purpose: ClassVar[str] = "a fixed decay per channel; vector states"
     source: ClassVar[str] = "Peng 2023, arXiv 2305.13048"
+    oracle: ClassVar[str] = "transformers `rwkv`, forward"
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", read="before", scale=1.0)

@@ -25,6 +25,7 @@ class RWKV6(HeadConfig):
     family: ClassVar[str] = "RWKV"
     purpose: ClassVar[str] = "a learned decay per channel; matrix states"
     source: ClassVar[str] = "Peng 2024, arXiv 2404.05892"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
     mix_rank: int = Field(default=32, ge=1, description="rank of the maps of the token shift")
     decay_rank: int = Field(default=64, ge=1, description="rank of the decay's map")

@@ -28,6 +28,7 @@ class RWKV7(HeadConfig):
     family: ClassVar[str] = "RWKV"
     purpose: ClassVar[str] = "generalised delta rule; tracks states"
     source: ClassVar[str] = "Peng 2025, arXiv 2503.14456"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
     ranks: Ranks | None = Field(
         default=None, description="ranks of the maps of decay, mix (unused), rate, value and gate; None: by width"

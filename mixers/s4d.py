@@ -21,6 +21,7 @@ class S4D(FilterConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "diagonal state space, the same for every token"
     source: ClassVar[str] = "Gu 2022, arXiv 2206.11893"
+    oracle: ClassVar[str] = "its equation in complex float64; scipy.signal's discretisations"
     states: int = Field(default=32, ge=1, description="N, states per channel; complex unless start is real")
     start: StateInit = Field(default="lin", description="lin: S4D-Lin; inv: S4D-Inv; real: S4D-Real, real states")
     discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")

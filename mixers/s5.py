@@ -26,6 +26,7 @@ class S5(ChannelConfig):
     family: ClassVar[str] = "state space"
     purpose: ClassVar[str] = "one state space for all channels"
     source: ClassVar[str] = "Smith 2022, arXiv 2208.04933"
+    oracle: ClassVar[str] = "its equation in complex float64; scipy.signal's discretisations"
     blocks: int = Field(default=1, ge=1, description="HiPPO matrices whose eigenvalues initialise lambda")
     discretisation: Discretisation = Field(default="zoh", description="zoh: zero-order hold; bilinear")
 

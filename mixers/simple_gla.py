@@ -24,6 +24,7 @@ class SimpleGLA(HeadConfig):
     family: ClassVar[str] = "linear attention"
     purpose: ClassVar[str] = "GLA with one decay per head"
     source: ClassVar[str] = "Yang 2024, arXiv 2312.06635, with a decay per head as in fla's SimpleGatedLinearAttention"
+    oracle: ClassVar[str] = "its equation, token by token in float64"
     temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
     conv_width: int = Field(default=0, ge=0, description="taps of the short convolution of q, k and v; 0: none")
 

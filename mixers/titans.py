@@ -36,6 +36,7 @@ class Titans(FilterConfig):
     family: ClassVar[str] = "test-time training"
     purpose: ClassVar[str] = "a network as state, trained with momentum"
     source: ClassVar[str] = "Behrouz 2024, arXiv 2501.00663"
+    oracle: ClassVar[str] = "its equation in float64, the inner gradient by autograd"
     heads: int | None = Field(default=None, ge=1, description="number of memories; None: width // 64, at least 1")
     depth: int = Field(default=2, ge=1, le=2, description="layers of the memory; 1: a matrix")
     inner_factor: int = Field(

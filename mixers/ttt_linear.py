@@ -34,6 +34,7 @@ class TTTLinear(FilterConfig):
     family: ClassVar[str] = "test-time training"
     purpose: ClassVar[str] = "a linear model as state, trained as it reads"
     source: ClassVar[str] = "Sun 2024, arXiv 2407.04620"
+    oracle: ClassVar[str] = "its equation in float64, the inner gradient by autograd"
     heads: int | None = Field(default=None, ge=1, description="number of models; None: width // 64, at least 1")
     batch: int = Field(
         default=16, ge=1, description="tokens per mini-batch; their gradients are taken at the same state"

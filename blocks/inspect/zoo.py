@@ -12,62 +12,6 @@ from deltazoo.mixers.core.config import config_class
 
 WIDTH = 1024
 BACKENDS = ("compile", "reference")
-EQUATION = "its equation, token by token in float64"
-
-# The independent implementation that each mixer is tested against in tests/mixers.
-ORACLES = {
-    "attention": "transformers `llama`, `qwen3_next`, `olmo_hybrid`",
-    "sliding_window": "masked softmax in float64",
-    "mla": "transformers `deepseek_v3`, `kimi_linear`; its equation in float64",
-    "fox": EQUATION,
-    "path_attention": EQUATION,
-    "linear_attention": EQUATION,
-    "based": EQUATION,
-    "retnet": "its equation and that of torchscale in float64",
-    "lightning_attention": "transformers `minimax`; the slopes of OpenNLPLab's code",
-    "gated_retnet": "its equation and that of YOCO's code in float64",
-    "gated_rfa": EQUATION,
-    "mlstm": "transformers `xlstm`; the equation without stabiliser in float64",
-    "mamba2": "transformers `mamba2`",
-    "mamba3": EQUATION,
-    "mamba": "transformers `mamba`, `falcon_mamba`",
-    "s4d": "its equation in complex float64; scipy.signal's discretisations",
-    "gla": EQUATION,
-    "simple_gla": EQUATION,
-    "hgrn2": EQUATION,
-    "hgrn": "its equation in complex float64",
-    "rwkv4": "transformers `rwkv`, forward",
-    "rwkv6": EQUATION,
-    "rwkv7": EQUATION,
-    "gsa": EQUATION,
-    "abc": EQUATION,
-    "rg_lru": "transformers `recurrent_gemma`",
-    "lru": "its equation in complex float64",
-    "s5": "its equation in complex float64; scipy.signal's discretisations",
-    "deltanet": EQUATION,
-    "deltaproduct": EQUATION,
-    "gated_deltaproduct": EQUATION,
-    "longhorn": EQUATION,
-    "longhorn_diagonal": EQUATION,
-    "efla": EQUATION,
-    "gated_deltanet": "transformers `qwen3_next`, `qwen3_5`, `olmo_hybrid`",
-    "gated_efla": "matrix exponential in float64",
-    "gated_longhorn": "the implicit step, solved in float64",
-    "kda": "transformers `kimi_linear`, `bailing_hybrid`, `glm5_next`",
-    "gated_deltanet2": EQUATION,
-    "comba": EQUATION,
-    "preconditioned_deltanet": EQUATION,
-    "preconditioned_kda": EQUATION,
-    "ttt_linear": "its equation in float64, the inner gradient by autograd",
-    "titans": "its equation in float64, the inner gradient by autograd",
-    "mesa": "an exact solve for every token in float64",
-    "mom": "a loop over tokens and memories, for several inner mixers",
-    "log_linear_mamba2": "its definition in float64, with a state for every token",
-    "log_linear_gdn": "its definition in float64, with a state for every token",
-    "h3": "its equation in complex float64",
-    "hyena": "its equation in float64",
-    "lfm2_conv": "transformers `lfm2`",
-}
 
 
 class ZooEntry(BaseModel):
@@ -130,7 +74,7 @@ def _zoo_entry(entry: MixerEntry) -> ZooEntry:
         flops=cost.flops,
         backends=[row.backend for row in backends if row.backend in BACKENDS and (row.chosen or _can_run(row.reasons))],
         source=config_type.source,
-        oracle=ORACLES.get(entry.name, ""),
+        oracle=config_type.oracle,
         lines=len(Path(inspect.getfile(config_type)).read_text().splitlines()),
         config_lines=len(inspect.getsource(config_type).splitlines()),
     )

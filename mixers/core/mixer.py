@@ -157,13 +157,15 @@ class MixerConfig(FrozenConfig, Term, ABC):
     The operators `+`, `*` and `|` compose configs into a pattern of layers; see `deltazoo.mixers.core.patterns`.
 
     Class attributes: `name`, the registered name and serialised tag (`mixer: name`); `source`, the paper. For
-    `deltazoo list`, which a plug-in may leave empty: `family`, and `purpose`, what distinguishes it in a few words.
+    `deltazoo list` and the zoo's page, which a plug-in may leave empty: `family`; `purpose`, what distinguishes it in a
+    few words; `oracle`, the independent implementation that its tests compare it with.
     """
 
     name: ClassVar[str]
     family: ClassVar[str] = ""
     purpose: ClassVar[str] = ""
     source: ClassVar[str]
+    oracle: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
