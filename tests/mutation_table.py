@@ -198,11 +198,11 @@ BLOCKS = [
         "test", "blocks/test_layer.py::test_shared_layers_have_one_set_of_weights_and_a_state_for_each_place",
     ),
     Mutation(
-        "checkpoint: the step is not restored", "blocks/training/train.py", 'self.step = saved["step"]', "pass",
+        "checkpoint: the step is not restored", "blocks/training/run.py", 'self.step = saved["step"]', "pass",
         "test", "blocks/test_train.py::test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit",
     ),
     Mutation(
-        "checkpoint: the random generator is not restored", "blocks/training/train.py",
+        "checkpoint: the random generator is not restored", "blocks/training/run.py",
         'torch.set_rng_state(saved["rng"])', "pass",
         "test", "blocks/test_train.py::test_resume_restores_the_random_generator",
     ),

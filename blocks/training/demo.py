@@ -25,7 +25,7 @@ from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import report
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.records import Training
-from deltazoo.blocks.training.train import train
+from deltazoo.blocks.training.tasks import train
 from deltazoo.mixers.core.delta_mixer import Update
 
 HYBRID = "gated-deltanet-h1-small"
@@ -97,7 +97,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
         with only_process(folder / name):
             (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
         renamed = _with_task_name(f"train {name}", progress)
-        trainings[name] = train(spec, text, config.train, folder / name, progress=renamed)
+        trainings[name] = train(spec, folder / name, text, config.train, progress=renamed)
     # This function wrote the folder, so it can only name code that the caller passed.
     model = load_for_completion(folder / next(iter(specs)), config.train.device, trust=True)
     progress("generate", 0, 1)

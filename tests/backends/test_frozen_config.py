@@ -10,7 +10,7 @@ from deltazoo import DeltazooError, Sampling, UpdateSpec
 from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.blocks.training.train import TrainConfig
+from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.mixers import KDA, GatedDeltaNet, MoM, parse
 
 CASES = {

@@ -13,8 +13,8 @@ from deltazoo.blocks.data.text import load_text
 from deltazoo.blocks.generation.completion import Sampling, generate, load_for_completion
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
+from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.demo import BASELINES, HYBRID, Demo, DemoConfig, demo
-from deltazoo.blocks.training.train import TrainConfig
 
 TINY = "{{width: 16, depth: 2, vocab: 256, pattern: '{}', mlp: {{width: 16}}}}"
 

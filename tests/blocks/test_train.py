@@ -17,17 +17,20 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deltazoo.backends.io.errors import ConfigError, UnsupportedError, ValueRangeError
+from deltazoo.backends.io.progress import silent
 from deltazoo.blocks.checkpoints.digest import append_digest
 from deltazoo.blocks.checkpoints.folder import CHECKPOINT, METRICS, SETTINGS, STACK, load_model
 from deltazoo.blocks.data.text import even_crops, load_text, random_crops
 from deltazoo.blocks.model.compilation import compile_layers
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.blocks.training import tasks
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.interrupts import TrainingInterrupted
 from deltazoo.blocks.training.optimizer import adamw, learning_rate
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
-from deltazoo.blocks.training.train import _Run, resume, train
+from deltazoo.blocks.training.run import Run
+from deltazoo.blocks.training.tasks import resume
 from deltazoo.mixers import LinearAttention, MoM
 
 SPEC = StackSpec(
@@ -48,6 +51,10 @@ CONFIG = TrainConfig(
     backend="reference",
     compile=False,
 )
+
+
+def train(spec, text, config, folder=None, **options):
+    return tasks.train(spec, folder, text, config, **{"progress": silent, **options})
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +176,7 @@ def test_the_validation_loss_falls(text):
 
 def test_compiled_training_equals_eager_training_and_reports_each_layer(text, monkeypatch, caplog):
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", partial(compile_layers, compiler=counter))
+    monkeypatch.setattr("deltazoo.blocks.training.run.compile_layers", partial(compile_layers, compiler=counter))
     spec = StackSpec(width=16, depth=2, vocab=256, pattern="sliding_window(heads=1, window=4)", mlp={"width": 16})
     config = CONFIG.model_copy(update={"steps": 2})
     eager = train(spec, text, config).points
@@ -521,7 +528,7 @@ def test_an_operand_that_is_not_finite_is_a_divergence(text, monkeypatch):
 
     losses, run_step = LanguageModel.losses, lambda: steps[-1]
     steps = [0]
-    take_step = _Run._take_step
+    take_step = Run._take_step
 
     def count_step(run):
         step = take_step(run)
@@ -529,7 +536,7 @@ def test_an_operand_that_is_not_finite_is_a_divergence(text, monkeypatch):
         return step
 
     monkeypatch.setattr(LanguageModel, "losses", fail_later)
-    monkeypatch.setattr(_Run, "_take_step", count_step)
+    monkeypatch.setattr(Run, "_take_step", count_step)
     problem = "the training diverged after step 2: log_decay must be finite, got -inf"
     sentence = rf"^{problem}; lower learning_rate \(--lr\), got 0.01$"
     for every in (2, 3):  # in validation, in training
@@ -540,14 +547,14 @@ def test_an_operand_that_is_not_finite_is_a_divergence(text, monkeypatch):
 
 def _send_after(monkeypatch, signum, steps):
     """Send a signal to this process during the step with this number."""
-    take_step = _Run._take_step
+    take_step = Run._take_step
 
     def step_and_send(run):
         if run.step == steps - 1:
             signal.raise_signal(signum)
         return take_step(run)
 
-    monkeypatch.setattr(_Run, "_take_step", step_and_send)
+    monkeypatch.setattr(Run, "_take_step", step_and_send)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -571,7 +578,7 @@ def test_a_signal_saves_after_the_step_and_the_resumed_run_equals_an_uninterrupt
 
 def test_a_signal_before_the_first_step_saves_the_initial_state(text, uninterrupted, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Run, "_warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(TrainingInterrupted, match="SIGINT after step 0"):
             train(SPEC, text, CONFIG, tmp_path)
     assert resume(tmp_path, text).validation_bits == uninterrupted[1].validation_bits
@@ -683,6 +690,6 @@ def test_an_unsupported_backend_is_refused_before_compilation(text, compiled):
 
 
 def test_a_missing_cxx_compiler_is_reported(text, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.training.train.cxx_compiler", lambda: None)
+    monkeypatch.setattr("deltazoo.blocks.training.run.cxx_compiler", lambda: None)
     with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler on the CPU, got none"):
         train(SPEC, text, CONFIG.model_copy(update={"compile": True}))

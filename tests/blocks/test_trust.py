@@ -15,7 +15,8 @@ from deltazoo.blocks.inspect.tuning import build_targets
 from deltazoo.blocks.spec import document
 from deltazoo.blocks.spec.assemble import assemble
 from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
-from deltazoo.blocks.training.train import TrainConfig, resume, train
+from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.tasks import resume, train
 from deltazoo.mixers import GatedDeltaNet
 
 MODULE = """
@@ -125,7 +126,7 @@ CONFIG = TrainConfig(steps=2, batch=1, length=4, validation_batches=1, backend="
 def test_a_checkpoint_whose_stack_names_code_is_refused(tmp_path, module, text):
     spec = StackSpec(**STACK_FIELDS | {"pattern": f"{module}:Mixer(heads=1)"})
     folder = tmp_path / "run"
-    train(spec, text, CONFIG, folder, until=1)
+    train(spec, folder, text, CONFIG, until=1)
     for read in (load_model, load_for_completion, resume):
         with pytest.raises(ConfigError, match=rf"{STACK}: pattern: mixer '{module}:Mixer' would import"):
             read(folder)
@@ -135,7 +136,7 @@ def test_a_checkpoint_whose_stack_names_code_is_refused(tmp_path, module, text):
 
 def test_a_checkpoint_whose_settings_name_code_is_refused(tmp_path, module, text):
     spec, folder = StackSpec(**STACK_FIELDS | {"layers": {"a": MIXER}}), tmp_path / "run"
-    train(spec, text, CONFIG.model_copy(update={"backend": f"{module}:Backend"}), folder, until=1)
+    train(spec, folder, text, CONFIG.model_copy(update={"backend": f"{module}:Backend"}), until=1)
     with pytest.raises(ConfigError, match=rf"{SETTINGS}: train\.backend: backend '{module}:Backend' would import"):
         resume(folder, text)
     assert resume(folder, text, trust=True).points[-1].step == 2
@@ -150,7 +151,7 @@ class Payload:
 
 def test_the_tensors_of_a_checkpoint_run_no_code_even_with_trust(tmp_path, text):
     spec, folder = StackSpec(**STACK_FIELDS | {"layers": {"a": MIXER}}), tmp_path / "run"
-    train(spec, text, CONFIG, folder, until=1)
+    train(spec, folder, text, CONFIG, until=1)
     torch.save({"model": Payload()}, folder / CHECKPOINT)
     with pytest.raises(ConfigError, match=f"{CHECKPOINT} cannot be read"):
         load_model(folder, trust=True)

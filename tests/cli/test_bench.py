@@ -495,7 +495,7 @@ def test_check_names_each_fault_of_a_file_once(run, tmp_path, shapes, sentence):
 
 def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypatch):
     from deltazoo.blocks.training import demo as demo_module
-    from deltazoo.blocks.training.train import TrainConfig
+    from deltazoo.blocks.training.config import TrainConfig
 
     small = demo_module.DemoConfig(
         stacks=("gated-deltanet-h1-small",),

@@ -13,12 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 import deltazoo
-from deltazoo.blocks.data.text import load_text
 from deltazoo.blocks.generation.generate import _step
-from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
-from deltazoo.blocks.training.train import train
+from deltazoo.blocks.training.tasks import train
 from deltazoo.cli import app
 
 QUICK = ("--length", 8, "--batch", 2, "--every", 3, "--backend", "reference", "--no-compile")
@@ -35,7 +33,7 @@ def test_train_equals_the_library_function(ok, stack_file, text_file, tmp_path):
         "train", stack_file, "--text", text_file, "--out", tmp_path / "a", "--steps", 6, "--seed", 3, *QUICK, "--json"
     )
     config = TrainConfig(steps=6, length=8, batch=2, every=3, seed=3, backend="reference", compile=False)
-    expected = train(StackSpec.load(stack_file), load_text(text_file), config)
+    expected = train(stack_file, None, text_file, config)
     for actual, point in zip(result.json["points"], expected.points, strict=True):
         actual |= {"tokens_per_second": point.tokens_per_second, "time": point.time}
         assert actual == point.model_dump()
@@ -53,10 +51,10 @@ def test_until_and_resume_equal_an_uninterrupted_run(ok, stack_file, text_file, 
 
 
 def test_a_resumed_run_can_stop_compiling(ok, stack_file, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", lambda model: model)
+    monkeypatch.setattr("deltazoo.blocks.training.run.compile_layers", lambda model: model)
     options = ("--length", 8, "--batch", 2, "--backend", "reference", "--steps", 2)
     ok("train", stack_file, "--text", text_file, "--out", tmp_path, *options, "--until", 1)
-    monkeypatch.setattr("deltazoo.blocks.training.train.compile_layers", lambda model: pytest.fail("it was compiled"))
+    monkeypatch.setattr("deltazoo.blocks.training.run.compile_layers", lambda model: pytest.fail("it was compiled"))
     assert ok("train", "--resume", tmp_path, "--no-compile", "--json").json["config"]["compile"] is False
 
 
@@ -118,7 +116,7 @@ def test_demo_without_matplotlib_says_so_before_the_work(run, text_file, tmp_pat
 def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_file, tmp_path, monkeypatch):
     folder = tmp_path / "a run"
     with monkeypatch.context() as patch:
-        patch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda *_: signal.raise_signal(signal.SIGTERM))
+        patch.setattr("deltazoo.blocks.training.run.Run._warm_up", lambda *_: signal.raise_signal(signal.SIGTERM))
         result = run("train", stack_file, "--text", text_file, "--out", folder, "--steps", 6, *QUICK)
     assert result.code == 128 + signal.SIGTERM
     continuation = f"deltazoo train --resume '{folder}'"
@@ -129,7 +127,7 @@ def test_a_signal_prints_the_command_that_continues(run, ok, stack_file, text_fi
 
 
 def test_a_signal_prints_one_json_document(run, stack_file, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.training.train._Run._warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("deltazoo.blocks.training.run.Run._warm_up", lambda *_: signal.raise_signal(signal.SIGINT))
     result = run("train", stack_file, "--text", text_file, "--out", tmp_path, "--steps", 6, *QUICK, "--json")
     assert result.code == 128 + signal.SIGINT
     assert result.json["interrupted"] == {

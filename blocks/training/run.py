@@ -1,10 +1,10 @@
-"""Training of a stack on bytes: AdamW, warm-up and cosine decay, and checkpoints that resume bit for bit."""
+"""The state of a training run on bytes: AdamW, warm-up and cosine decay, and checkpoints that resume bit for bit."""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -14,98 +14,22 @@ from pydantic import BaseModel, ValidationError
 
 from deltazoo.backends.io.errors import ConfigError, ValueRangeError
 from deltazoo.backends.io.frozen_config import describe_errors
-from deltazoo.backends.io.progress import Progress, silent
-from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
+from deltazoo.backends.io.progress import Progress
 from deltazoo.backends.torch_ext.devices import cxx_compiler, usable_device
-from deltazoo.backends.update.check import check_type
 from deltazoo.blocks.checkpoints import folder as checkpoint
-from deltazoo.blocks.checkpoints.lock import only_process
 from deltazoo.blocks.data.text import BYTES, Batch, Text, even_crops, random_crops
 from deltazoo.blocks.model.compilation import check_updates, compile_layers, run_eagerly
 from deltazoo.blocks.model.losses import Losses
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig, text_of_run
+from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig
 from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
 from deltazoo.blocks.training.optimizer import adamw, learning_rate
-from deltazoo.blocks.training.records import Change, Point, Training, in_order, now
-from deltazoo.blocks.training.rules import differences, refused
+from deltazoo.blocks.training.records import Change, Point, Training, now
 from deltazoo.blocks.training.warm_up import compile_with_progress
 
 _log = logging.getLogger("deltazoo")
 
 OnPoint = Callable[[Point], None]
-
-
-def train(
-    spec: StackSpec,
-    text: Text,
-    config: TrainConfig | None = None,
-    folder: str | Path | None = None,
-    until: int | None = None,
-    progress: Progress = silent,
-    on_point: OnPoint | None = None,
-) -> Training:
-    """Train a model from its initial weights.
-
-    Args:
-        folder: folder for the checkpoint; None saves none.
-        until: stop after this step; `resume` continues the same schedule.
-        on_point: called with each point, after it is written to metrics.jsonl and its checkpoint is saved.
-    Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint or another process trains in it,
-        the training diverges, or a file cannot be written (the last checkpoint is kept); TrainingInterrupted
-        (KeyboardInterrupt): SIGINT or SIGTERM in the main thread, after the state is saved in `folder`.
-    """
-    check_type("config", config, TrainConfig | None, "a TrainConfig or None")
-    config = config or TrainConfig()
-    with sizes_in_memory_errors(batch=config.batch, length=config.length):
-        run = _Run(spec, text, config)
-        if folder is None:
-            return run.train(until, progress, on_point)
-        run.folder = Path(folder)
-        with only_process(run.folder):
-            checkpoint.create(run.folder, spec, run.settings)
-            return run.train(until, progress, on_point)
-
-
-def resume(
-    folder: str | Path,
-    text: Text | None = None,
-    until: int | None = None,
-    progress: Progress = silent,
-    trust: bool = False,
-    changes: Mapping[str, Any] | None = None,
-    on_point: OnPoint | None = None,
-) -> Training:
-    """Continue from a checkpoint. On the same machine and versions the result equals an uninterrupted run bit for bit.
-
-    Args:
-        text: the text of the run; None reads it again from its path.
-        trust: as for `StackSpec.load`.
-        changes: new values of settings, of which `RULES` lists those that a resumed run can change. Those in train.yaml
-            that were edited are changes, too. Each is logged, written to metrics.jsonl, and kept by the folder.
-    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, the text cannot be read, or a
-        change is not possible.
-    """
-    check_type("changes", changes, Mapping | None, "a mapping of settings or None")
-    folder = Path(folder)
-    checkpoint.check_folder(folder)
-    with only_process(folder):
-        spec, settings, trained, saved = checkpoint.load(folder, trust)
-        text = text_of_run(settings, text, file=folder / checkpoint.SETTINGS)
-        config = TrainConfig(**{**settings.train.model_dump(), **(changes or {})})
-        changed = differences(trained.train.model_dump(), config.model_dump())
-        if problem := refused(changed, folder / checkpoint.STACK):
-            raise ConfigError(problem)
-        if config.steps < saved["step"]:
-            raise ConfigError(f"steps must be at least {saved['step']}, which the run has taken, got {config.steps}")
-        with sizes_in_memory_errors(batch=config.batch, length=config.length):
-            run = _Run(spec, text, config)
-            run.folder = folder
-            run.restore(saved)
-            run.log_changes(changed, changes or {})
-            checkpoint.write_settings(folder, run.settings)
-            checkpoint.write_records(folder, in_order(run.points, run.changes))
-            return run.train(until, progress, on_point)
 
 
 class _Step(NamedTuple):
@@ -128,8 +52,11 @@ class _Figures(BaseModel):
     recent: list[_Step]
 
 
-class _Run:
-    """The state of a training run after `step` steps."""
+class Run:
+    """The state of a training run after `step` steps.
+
+    Raises: ConfigError: a setting is invalid.
+    """
 
     def __init__(self, spec: StackSpec, text: Text, config: TrainConfig) -> None:
         self.spec, self.text, self.config, self.step = spec, text, config, 0
@@ -161,45 +88,30 @@ class _Run:
 
     def train(self, until: int | None, progress: Progress, on_point: OnPoint | None) -> Training:
         """Train up to step `until` or the end of the schedule, with a point and a checkpoint after every `every`."""
-        interrupts = Interrupts()
-        if self.folder is None:
-            return self._train(until, progress, on_point, interrupts)
-        with interrupts.catch():
-            try:
-                return self._train(until, progress, on_point, interrupts)
-            except KeyboardInterrupt as error:
-                if interrupts.signum is None or interrupts.deferred:
-                    raise  # a second signal, perhaps in the middle of a step
-                self._save()
-                raise TrainingInterrupted(interrupts.signum, self.folder, self.step) from error
-
-    def _train(
-        self, until: int | None, progress: Progress, on_point: OnPoint | None, interrupts: Interrupts
-    ) -> Training:
         last = self.config.steps if until is None else min(until, self.config.steps)
-        progress("training", self.step, last)
-        first_call_s = 0.0
-        if self.step < last or not self.points:
-            first_call_s = self._warm_up(last, progress)
-        if not self.points:
-            first = self._add_point([])
-            if on_point is not None:
-                on_point(first)
-        seconds: list[float] = []
-        interrupts.deferred = True
-        while self.step < last and interrupts.signum is None:
-            start = time.perf_counter()
-            self.recent.append(self._take_step())
-            seconds.append(time.perf_counter() - start)
-            if self.step % self.config.every == 0 or self.step == last:
-                point = self._add_point(seconds[-len(self.recent) :])
-                self._save()
+        first_call_s, seconds = 0.0, list[float]()
+        with self._saved_on_interrupt() as interrupts:
+            progress("training", self.step, last)
+            if self.step < last or not self.points:
+                first_call_s = self._warm_up(last, progress)
+            if not self.points:
+                first = self._add_point([])
                 if on_point is not None:
-                    on_point(point)
-            progress("training", self.step, last, self._note(seconds))
-        interrupts.deferred = False
-        if interrupts.signum is not None:
-            raise KeyboardInterrupt
+                    on_point(first)
+            interrupts.deferred = True
+            while self.step < last and interrupts.signum is None:
+                start = time.perf_counter()
+                self.recent.append(self._take_step())
+                seconds.append(time.perf_counter() - start)
+                if self.step % self.config.every == 0 or self.step == last:
+                    point = self._add_point(seconds[-len(self.recent) :])
+                    self._save()
+                    if on_point is not None:
+                        on_point(point)
+                progress("training", self.step, last, self._note(seconds))
+            interrupts.deferred = False
+            if interrupts.signum is not None:
+                raise KeyboardInterrupt
         return Training(
             config=self.config,
             parameters=sum(x.numel() for x in self.model.parameters()),
@@ -208,6 +120,22 @@ class _Run:
             first_call_s=first_call_s,
             tokens_per_second=self._tokens_per_second(seconds),
         )
+
+    @contextmanager
+    def _saved_on_interrupt(self) -> Iterator[Interrupts]:
+        """Save the state if a signal interrupts the block, and raise TrainingInterrupted; not without a folder."""
+        interrupts = Interrupts()
+        if self.folder is None:
+            yield interrupts
+            return
+        with interrupts.catch():
+            try:
+                yield interrupts
+            except KeyboardInterrupt as error:
+                if interrupts.signum is None or interrupts.deferred:
+                    raise  # a second signal, perhaps in the middle of a step
+                self._save()
+                raise TrainingInterrupted(interrupts.signum, self.folder, self.step) from error
 
     def _save(self) -> None:
         if self.folder is not None:
