@@ -47,7 +47,7 @@ def command(
     from deltazoo.blocks.generation.completion import compiles, encode
 
     sampling = deltazoo.Sampling(
-        max_bytes=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=tuple(stop or ()), seed=seed
+        max_tokens=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=tuple(stop or ()), seed=seed
     )
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give one of --prompt and --prompt-file, got both")

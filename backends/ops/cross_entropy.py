@@ -166,8 +166,8 @@ class _Call(NamedTuple):
 
 def _call(arguments: Sequence[Any]) -> _Call:
     """Return the flat arguments of the operator by name."""
-    *tensors, d_x, d_weight = arguments
-    return _Call(*tensors[:4], _Options(*tensors[4:]), d_x, d_weight)
+    x, weight, targets, scale, *options, d_x, d_weight = arguments
+    return _Call(x, weight, targets, scale, _Options(*options), d_x, d_weight)
 
 
 def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from deltazoo.backends.io.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
-from deltazoo.backends.update.check import check_integer
-from deltazoo.blocks.generation.sampling import check_sampling, sample
-from deltazoo.blocks.model.stack import LanguageModel, StackState, check_model
+from deltazoo.backends.update.check import check_type
+from deltazoo.blocks.generation.sampling import Sampling, sample
+from deltazoo.blocks.model.interface import StackState, TokenModel, check_model
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import rollback_, snapshot
 
@@ -24,63 +24,50 @@ from deltazoo.mixers.core.state import rollback_, snapshot
 STOPPED = -1
 
 Prompt = Tensor | Sequence[Tensor]
-Stop = Sequence[int | Sequence[int]]
 
 
 def generate_tokens(
-    model: "LanguageModel | Decoder",
+    model: "TokenModel | Decoder",
     prompt: Prompt,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Stop = (),
-    generator: torch.Generator | int | None = None,
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Generate continuations of prompts.
 
     Args:
         model: a model, or a `Decoder`, whose compiled or captured step is reused.
         prompt: [B, T] int64 with T >= 1; or B prompts [T_b] of different lengths, which do not affect each other.
-        max_tokens: maximum number of new tokens, at least 1.
-        temperature: divides the logits; 0 selects the most likely token.
-        top_k: sample from the k most likely tokens.
-        top_p: sample from the smallest set of tokens with total probability p, after `top_k`.
-        stop: tokens or sequences of tokens after which a row stops; the result includes them.
-        generator: a generator on the model's device, or a seed; None uses torch's default generator.
+        sampling: None: the defaults of `Sampling`.
+        generator: draws the random numbers in place of `sampling.seed`; on the model's device.
     Returns: the new tokens, [B, n] int64 with n <= max_tokens; -1 after the end of a row that stopped.
     Raises: InputError or a subclass; ValueRangeError: a weight is NaN, so that the logits of the prompt are not finite;
         StateError: the capacity of the decoder is too small.
     """
-    return torch.stack(list(stream(model, prompt, max_tokens, temperature, top_k, top_p, stop, generator)), 1)
+    return torch.stack(list(stream(model, prompt, sampling, generator)), 1)
 
 
 def stream(
-    model: "LanguageModel | Decoder",
+    model: "TokenModel | Decoder",
     prompt: Prompt,
-    max_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Stop = (),
-    generator: torch.Generator | int | None = None,
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield the columns [B] of the result of `generate_tokens` as they are sampled; arguments as for `generate_tokens`.
 
     The host synchronises with the device once after the prompt, and to test the stop condition if `stop` is not empty.
     """
-    check_sampling(temperature, top_k, top_p)
-    check_integer("max_tokens", max_tokens)
-    if not isinstance(generator, torch.Generator | int | None):
-        raise ValueRangeError(f"generator must be a torch.Generator, a seed or None, got {generator!r}")
+    check_type("sampling", sampling, Sampling | None, "a Sampling or None")
+    check_type("generator", generator, torch.Generator | None, "a torch.Generator or None")
+    sampling = sampling or Sampling()
+    max_tokens = sampling.max_tokens
     tokens_BT, mask_BT = _pad_left(prompt)
     B, T = tokens_BT.shape
     decoder = model if isinstance(model, Decoder) else Decoder(model, B, T + max_tokens)
     if T + max_tokens - 1 > decoder.capacity:  # the last token is not read
         raise StateError(f"a decoder of capacity {decoder.capacity} is too small for {T} + {max_tokens} tokens")
-    if isinstance(generator, int):
-        generator = torch.Generator(decoder.tokens.device).manual_seed(generator)
-    stop_sequences = _stop_sequences(stop, decoder.model.spec.vocab)
+    if generator is None and sampling.seed is not None:
+        generator = torch.Generator(decoder.tokens.device).manual_seed(sampling.seed)
+    stop_sequences = _stop_sequences(sampling.stop, decoder.model.spec.vocab)
 
     def columns() -> Iterator[Tensor]:
         decoder.prefill(tokens_BT, mask_BT)
@@ -91,7 +78,7 @@ def stream(
         for i in range(max_tokens):
             if i:
                 decoder.step()
-            token_B = sample(decoder.logits, temperature, top_k, top_p, generator)
+            token_B = sample(decoder.logits, sampling, generator)
             decoder.tokens.copy_(token_B[:, None])
             sampled.append(token_B)
             yield token_B.masked_fill(stopped_B, STOPPED) if stop_sequences else token_B
@@ -114,7 +101,7 @@ class Decoder:
     A step reads `tokens` [B, 1] int64, updates `state` in place and writes `logits` [B, L] float32.
     """
 
-    def __init__(self, model: LanguageModel, batch: int, capacity: int, compile: bool = False) -> None:
+    def __init__(self, model: TokenModel, batch: int, capacity: int, compile: bool = False) -> None:
         check_model(model)
         self.model, self.batch, self.capacity = model, batch, capacity
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
@@ -178,13 +165,13 @@ class Decoder:
         return self
 
 
-def _step(model: LanguageModel, tokens_B1: Tensor, state: StackState, logits_BL: Tensor) -> None:
+def _step(model: TokenModel, tokens_B1: Tensor, state: StackState, logits_BL: Tensor) -> None:
     logits_B1L, new_state = model(tokens_B1, state)
     _copy_new_tensors(state, new_state)
     logits_BL.copy_(logits_B1L[:, 0])
 
 
-def _compiled_step(device: torch.device) -> Callable[[LanguageModel, Tensor, StackState, Tensor], None]:
+def _compiled_step(device: torch.device) -> Callable[[TokenModel, Tensor, StackState, Tensor], None]:
     """Compile a copy of the step.
 
     On a CPU a step of a small model is mostly overhead of the host. Two options avoid it: Inductor calls its kernels
@@ -199,7 +186,7 @@ def _compiled_step(device: torch.device) -> Callable[[LanguageModel, Tensor, Sta
     return compiled_call(_step, dynamic=False, options=options)
 
 
-def _layout(model: LanguageModel) -> list[tuple[torch.dtype, torch.Size, torch.device]]:
+def _layout(model: TokenModel) -> list[tuple[torch.dtype, torch.Size, torch.device]]:
     """Return what a compiled step assumes about the weights."""
     return [(x.dtype, x.shape, x.device) for x in (*model.parameters(), *model.buffers())]
 
@@ -228,13 +215,13 @@ def _pad_left(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
     return tokens_BT, mask_BT
 
 
-def _stop_sequences(stop: Stop, vocab: int) -> list[tuple[int, ...]]:
-    tokens = range(vocab)
-    entries = [stop] if isinstance(stop, str) or not isinstance(stop, Sequence) else stop
-    sequences = [tuple(entry) if isinstance(entry, Sequence) else (entry,) for entry in entries]
-    valid = all(sequence and all(token in tokens for token in sequence) for sequence in sequences)
-    if entries is not stop or not valid:
-        raise ValueRangeError(f"stop must contain tokens in [0, {vocab}) or non-empty sequences of them, got {stop!r}")
+def _stop_sequences(stop: Sequence[str | int | tuple[int, ...]], vocab: int) -> list[tuple[int, ...]]:
+    sequences = []
+    for entry in stop:
+        tokens = (entry,) if isinstance(entry, int) else entry
+        if isinstance(tokens, str) or not all(0 <= token < vocab for token in tokens):
+            raise ValueRangeError(f"stop must contain tokens in [0, {vocab}) or sequences of them, got {entry!r}")
+        sequences.append(tokens)
     return sequences
 
 

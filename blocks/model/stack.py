@@ -4,7 +4,7 @@ B batch, T time, D width, L vocabulary, N packed sequences
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, cast, get_args
+from typing import TYPE_CHECKING, NamedTuple, Self, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from deltazoo.backends.io.errors import (
     DeviceError,
     DtypeError,
-    InputError,
     ShapeError,
     StateError,
     ValueRangeError,
-    cut,
 )
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
 from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
+from deltazoo.blocks.generation.generate import Prompt, generate_tokens
+from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.checkpointing import Checkpointing
-from deltazoo.blocks.model.layer import Layer, LayerSpec, LayerState
+from deltazoo.blocks.model.interface import ModelSpec, StackState
+from deltazoo.blocks.model.layer import Layer, LayerState
 from deltazoo.blocks.model.losses import Losses, combine_losses
 from deltazoo.blocks.model.mlp import Mlp
 from deltazoo.mixers.core.activations import activation_like, compute_device
@@ -39,32 +40,6 @@ from deltazoo.mixers.parts.norms import RMSNorm
 
 if TYPE_CHECKING:
     from deltazoo.blocks.training.config import RunSettings
-
-
-class ModelSpec(Protocol):
-    """The part of `StackSpec` that `LanguageModel` reads. spec.py imports this file, so this file cannot import it."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def tied(self) -> bool: ...
-    @property
-    def embedding_scale(self) -> float: ...
-    @property
-    def logit_cap(self) -> float | None: ...
-    def expand(self) -> Sequence[LayerSpec]: ...
-    def layer_names(self) -> Sequence[str]: ...
-    def build_layers(self, backend: str | Backend | None) -> Sequence[Layer]: ...
-
-
-class StackState(NamedTuple):
-    """The states of all layers. The functions of `deltazoo.mixers.core.state` work on it."""
-
-    layers: tuple[LayerState, ...]
 
 
 class StackOutput(NamedTuple):
@@ -112,12 +87,6 @@ class Stack(nn.Module):
         if capacity is not None:
             check_integer("capacity", capacity)
         return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
-
-
-def check_model(model: object) -> None:
-    """Raise InputError unless `model` is a LanguageModel, also one that torch.compile wraps."""
-    if not isinstance(model, nn.Module) or not hasattr(model, "checkpoint_layers"):
-        raise InputError(f"model must be a LanguageModel, which deltazoo.load returns, got {cut(model)}")
 
 
 class LanguageModel(nn.Module):
@@ -217,6 +186,12 @@ class LanguageModel(nn.Module):
             capacity: maximum number of tokens in a sequence. Attention needs it; recurrent mixers ignore it.
         """
         return self.stack.init_state(batch, capacity)
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Continue prompts of tokens; see `deltazoo.blocks.generate_tokens`. Returns: the new tokens, [B, n] int64."""
+        return generate_tokens(self, prompt, sampling, generator)
 
     @property
     def device(self) -> torch.device:

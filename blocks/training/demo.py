@@ -19,7 +19,8 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.checkpoints import folder as checkpoint
 from deltazoo.blocks.checkpoints.lock import only_process
 from deltazoo.blocks.data.text import Text
-from deltazoo.blocks.generation.completion import Completion, Sampling, generate, load_for_completion
+from deltazoo.blocks.generation.completion import Completion, generate, load_for_completion
+from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.inspect.figure import why_no_plots
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import report
@@ -47,7 +48,7 @@ class DemoConfig(FrozenConfig):
 
     stacks: tuple[str, ...] = Field(default=(HYBRID, *BASELINES), min_length=1)
     train: TrainConfig = TrainConfig(learning_rate=4e-3)
-    sampling: Sampling = Sampling(max_bytes=500)
+    sampling: Sampling = Sampling(max_tokens=500)
     prompt: str = "def "
     bench: BenchConfig = BenchConfig(rounds=5, seconds=10.0)
 

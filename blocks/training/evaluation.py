@@ -11,7 +11,8 @@ from deltazoo.backends.io.errors import ConfigError, ValueRangeError
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
 from deltazoo.backends.update.check import check_integer
 from deltazoo.blocks.data.text import BYTES, Batch, Text, as_text, covering_crops, even_crops
-from deltazoo.blocks.model.stack import LanguageModel, check_model
+from deltazoo.blocks.model.interface import check_model
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.training.config import TrainConfig, text_of_run
 
 

@@ -25,7 +25,10 @@ CASES = {
         "UpdateSpec: efla: unknown field; did you mean reparam='efla'?",
     ),
     "the initials of a field": (lambda: TrainConfig(lr=1), "lr: unknown field; did you mean 'learning_rate'?"),
-    "an empty text": (lambda: Sampling(stop=""), "Sampling: stop.0 must have at least 1 character, got ''"),
+    "an empty text": (
+        lambda: Sampling(stop=""),
+        "Sampling: stop must be texts, tokens or sequences of tokens, none of them empty, got ''",
+    ),
     "combination": (
         lambda: UpdateSpec(transition="additive", reparam="efla"),
         "UpdateSpec: reparam='efla' needs the delta rule; transition='additive' has no erase term",

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.blocks import compile_layers
 from deltazoo.blocks.generation.generate import Decoder, generate_tokens
+from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Context
@@ -171,12 +172,12 @@ def test_each_kind_of_call_has_a_static_and_a_dynamic_graph(calls, name):
 def test_layers_and_decoding_compile_under_a_function_mode(mode):
     tokens = torch.randint(0, 50, (2, 2))
     expected = loss_and_gradients(build(SPARSE), tokens)
-    expected_tokens = generate_tokens(build(SPARSE), tokens, 2, temperature=0.0)
+    expected_tokens = generate_tokens(build(SPARSE), tokens, Sampling(max_tokens=2, temperature=0))
     with MODES[mode]():
         counter = CompileCounterWithBackend("eager")
         actual = loss_and_gradients(compile_layers(build(SPARSE), counter), tokens)
         decoder = Decoder(build(SPARSE), batch=2, capacity=4, compile=True)
-        actual_tokens = generate_tokens(decoder, tokens, 2, temperature=0.0)
+        actual_tokens = generate_tokens(decoder, tokens, Sampling(max_tokens=2, temperature=0))
     torch.testing.assert_close(actual, expected)
     assert counter.frame_count == 2  # of the layer, of the last norm
     assert torch.equal(actual_tokens, expected_tokens)
@@ -186,7 +187,7 @@ def test_layers_and_decoding_compile_under_a_function_mode(mode):
 def test_compiled_layers_and_decoding_run_eagerly_while_flops_are_counted():
     tokens = torch.randint(0, 50, (2, 2))
     expected = loss_and_gradients(build(SPARSE), tokens)
-    expected_tokens = generate_tokens(build(SPARSE), tokens, 2, temperature=0.0)
+    expected_tokens = generate_tokens(build(SPARSE), tokens, Sampling(max_tokens=2, temperature=0))
     counter = CompileCounterWithBackend("eager")
     model = compile_layers(build(SPARSE), counter)
     decoder = Decoder(build(SPARSE), batch=2, capacity=4, compile=True)
@@ -194,7 +195,7 @@ def test_compiled_layers_and_decoding_run_eagerly_while_flops_are_counted():
     for mode in (FlopCounterMode(display=False), nullcontext(), FlopCounterMode(display=False)):
         with mode:
             torch.testing.assert_close(loss_and_gradients(model, tokens), expected)
-            assert torch.equal(generate_tokens(decoder, tokens, 2, temperature=0.0), expected_tokens)
+            assert torch.equal(generate_tokens(decoder, tokens, Sampling(max_tokens=2, temperature=0)), expected_tokens)
         flops.append(mode.get_total_flops() if isinstance(mode, FlopCounterMode) else 0)
     assert flops[0] == flops[2] > 0
     assert counter.frame_count == 2  # of the layer, of the last norm

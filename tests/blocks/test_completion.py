@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.blocks.generation.completion import Sampling, generate
+from deltazoo.blocks.generation.completion import generate
 from deltazoo.blocks.generation.generate import generate_tokens
+from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
 SPEC = StackSpec(
@@ -27,11 +28,11 @@ def model():
 
 
 def test_pieces_add_up_to_the_bytes_of_generate(model):
-    sampling = Sampling(max_bytes=60, temperature=1.3, top_k=100, top_p=0.95, seed=3)
+    sampling = Sampling(max_tokens=60, temperature=1.3, top_k=100, top_p=0.95, seed=3)
     pieces = []
     completion = generate(model, "naïve ", sampling, pieces.append)
     tokens = torch.tensor([list("naïve ".encode())])
-    generated = generate_tokens(model, tokens, 60, temperature=1.3, top_k=100, top_p=0.95, generator=3)[0]
+    generated = generate_tokens(model, tokens, sampling)[0]
     assert completion.text == bytes(generated.tolist()).decode("utf-8", "replace")
     assert "".join(pieces) == completion.text
     assert all(pieces)
@@ -48,25 +49,27 @@ def test_multi_byte_characters_are_not_split(model, monkeypatch):
 
 
 def test_generation_stops_after_the_stop_text(model):
-    whole = generate(model, "a", Sampling(max_bytes=40, temperature=0)).text
+    whole = generate(model, "a", Sampling(max_tokens=40, temperature=0)).text
     stop = whole[3:5]
-    completion = generate(model, "a", Sampling(max_bytes=40, temperature=0, stop=stop))
+    completion = generate(model, "a", Sampling(max_tokens=40, temperature=0, stop=stop))
     assert completion.text == whole[: whole.index(stop) + 2]
     assert (completion.reason, completion.stop) == ("stop", stop)
 
 
 def test_each_of_several_stop_texts_ends_the_generation(model):
-    whole = generate(model, "a", Sampling(max_bytes=40, temperature=0))
-    assert (whole.reason, whole.stop, whole.reason_line()) == ("max_bytes", None, "stopped at the limit of 40 bytes")
+    whole = generate(model, "a", Sampling(max_tokens=40, temperature=0))
+    assert (whole.reason, whole.stop, whole.reason_line()) == ("max_tokens", None, "stopped at the limit of 40 bytes")
     for first, last in ((2, 7), (7, 2)):
         texts = (whole.text[first : first + 3], whole.text[last : last + 3], "not generated")
-        completion = generate(model, "a", Sampling(max_bytes=40, temperature=0, stop=texts))
+        completion = generate(model, "a", Sampling(max_tokens=40, temperature=0, stop=texts))
         end, stop = min((whole.text.index(text) + 3, text) for text in texts[:2])
         assert completion.text == whole.text[:end]
         assert completion.stop == stop
         assert completion.reason_line() == f"stopped after the text {stop!r}"
-    with pytest.raises(ConfigError, match=r"stop\.1 must have at least 1 character"):
+    with pytest.raises(ConfigError, match=r"stop must be texts, tokens or .*, none of them empty, got \('a', ''"):
         Sampling(stop=("a", ""))
+    with pytest.raises(ConfigError, match=r"stop must contain texts for a prompt of text, got \('a', 3\)"):
+        generate(model, "a", Sampling(stop=("a", 3)))
 
 
 def test_an_empty_prompt_and_a_small_vocabulary_are_refused(model):
@@ -100,10 +103,10 @@ def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkey
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr("deltazoo.blocks.generation.completion.COMPILE_FROM", 50)
-    eager = generate(model, "a", Sampling(max_bytes=49))
+    eager = generate(model, "a", Sampling(max_tokens=49))
     assert (eager.compile_s, calls) == (None, [])
-    compiled = generate(model, "a", Sampling(max_bytes=50))
+    compiled = generate(model, "a", Sampling(max_tokens=50))
     assert compiled.compile_s > 0
     assert len(calls) == 1
     assert compiled.text.startswith(eager.text[:40])
-    assert compiled.text == generate(model, "a", Sampling(max_bytes=50), compile=False).text
+    assert compiled.text == generate(model, "a", Sampling(max_tokens=50), compile=False).text

@@ -10,7 +10,8 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.benchmark import BenchConfig
 from deltazoo.backends.measure.table import three_digits
 from deltazoo.blocks.data.text import load_text
-from deltazoo.blocks.generation.completion import Sampling, generate, load_for_completion
+from deltazoo.blocks.generation.completion import generate, load_for_completion
+from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import demo as demo_module
 from deltazoo.blocks.training.config import TrainConfig
@@ -31,7 +32,7 @@ def finished(tmp_path_factory):
         train=TrainConfig(
             steps=6, batch=2, length=8, every=3, validation_batches=1, backend="reference", compile=False
         ),
-        sampling=Sampling(max_bytes=20),
+        sampling=Sampling(max_tokens=20),
         bench=BenchConfig(rounds=3, seconds=0.1),
     )
     progress = []

@@ -7,13 +7,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deltazoo.backends.io.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
-from deltazoo.blocks.generation.generate import STOPPED, Decoder, stream
-from deltazoo.blocks.generation.generate import generate_tokens as generate
-from deltazoo.blocks.generation.sampling import filter_logits, sample
+from deltazoo.backends.io.errors import (
+    ConfigError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+    ValueRangeError,
+)
+from deltazoo.blocks.generation.generate import STOPPED, Decoder, generate_tokens, stream
+from deltazoo.blocks.generation.sampling import Sampling, filter_logits, sample
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.state import snapshot
+
+
+def generate(model, prompt, max_tokens, generator=None, **sampling) -> Tensor:
+    return generate_tokens(model, prompt, Sampling(max_tokens=max_tokens, **sampling), generator)
 
 
 def greedy_reference(model, tokens_BT: Tensor, count: int) -> Tensor:
@@ -36,15 +47,24 @@ def test_prompts_of_different_lengths_do_not_affect_each_other(model, tokens):
         assert continuation.tolist() == greedy_reference(model, row[None], 6)[0].tolist()
 
 
-def test_stream_yields_the_columns_of_generate(model, tokens):
-    columns = list(stream(model, tokens(2, 4), 5, top_k=5, generator=3))
-    assert torch.equal(torch.stack(columns, 1), generate(model, tokens(2, 4), 5, top_k=5, generator=3))
+def test_stream_and_the_method_of_a_model_give_the_tokens_of_generate_tokens(model, tokens):
+    sampling = Sampling(max_tokens=5, temperature=1.3, top_k=5, top_p=0.9, stop=(4, (2, 3)), seed=3)
+    expected = generate_tokens(model, tokens(2, 4), sampling)
+    assert torch.equal(torch.stack(list(stream(model, tokens(2, 4), sampling)), 1), expected)
+    assert torch.equal(model.generate(tokens(2, 4), sampling), expected)
+    generator = torch.Generator().manual_seed(3)
+    assert torch.equal(model.generate(tokens(2, 4), sampling, generator), expected)
+    assert model.generate(tokens(1, 2)).shape == (1, Sampling().max_tokens)
 
 
 def test_seeds_and_generators_determine_the_samples(model, tokens):
-    first, repeated, other = (generate(model, tokens(2, 4), 12, generator=seed) for seed in (3, 3, 4))
+    first, repeated, other = (generate(model, tokens(2, 4), 12, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(first, repeated)
     assert not torch.equal(first, other)
+    torch.manual_seed(3)
+    default = generate(model, tokens(2, 4), 12, seed=None)
+    assert torch.equal(default, first)
+    assert not torch.equal(default, generate(model, tokens(2, 4), 12, seed=None))
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     assert torch.equal(*(generate(model, tokens(2, 4), 12, generator=source) for source in generators))
     assert torch.equal(
@@ -72,28 +92,29 @@ def filtered_probabilities(probabilities: list[float], top_k: int | None, top_p:
 )
 def test_top_k_and_top_p_equal_a_direct_computation(temperature, top_k, top_p):
     logits = torch.randn(5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    actual = filter_logits(logits, temperature, top_k, top_p).softmax(-1)
+    actual = filter_logits(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p)).softmax(-1)
     plain = (logits / temperature).softmax(-1)
     expected = [filtered_probabilities(row, top_k, top_p) for row in plain.tolist()]
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_top_k_keeps_the_first_of_equally_likely_tokens():
-    assert filter_logits(torch.zeros(1, 5), 1.0, 2, None).isfinite().tolist() == [[True, True, False, False, False]]
+    filtered = filter_logits(torch.zeros(1, 5), Sampling(top_k=2))
+    assert filtered.isfinite().tolist() == [[True, True, False, False, False]]
 
 
 def test_sample_frequencies_equal_the_probabilities():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]]).expand(40_000, -1)
-    drawn = sample(logits, 1.3, top_k=3, generator=torch.Generator().manual_seed(0))
+    drawn = sample(logits, Sampling(temperature=1.3, top_k=3), torch.Generator().manual_seed(0))
     frequencies = drawn.bincount(minlength=5) / 40_000
     probabilities = torch.tensor(filtered_probabilities((logits[0] / 1.3).softmax(-1).tolist(), 3, None))
     torch.testing.assert_close(frequencies, probabilities, atol=0.01, rtol=0)  # four standard deviations
-    assert torch.equal(sample(logits[:3], 1e-30), torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(sample(logits[:3], 0), torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(sample(logits[:3], Sampling(temperature=1e-30)), torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(sample(logits[:3], Sampling(temperature=0)), torch.zeros(3, dtype=torch.int64))
 
 
 def test_a_row_stops_after_its_stop_sequence_while_others_continue(model, tokens):
-    unstopped = generate(model, tokens(3, 7), 12, generator=0)
+    unstopped = generate(model, tokens(3, 7), 12, seed=0)
     rows = unstopped.tolist()
     stop = [rows[0][2], rows[1][4:6]]
 
@@ -105,7 +126,7 @@ def test_a_row_stops_after_its_stop_sequence_while_others_continue(model, tokens
 
     expected = torch.tensor([truncate(row) for row in rows])
     longest = int((expected != STOPPED).sum(1).max())
-    actual = generate(model, tokens(3, 7), 12, stop=stop, generator=0)
+    actual = generate(model, tokens(3, 7), 12, stop=stop, seed=0)
     assert (expected == STOPPED).any()
     assert actual.tolist() == expected[:, :longest].tolist()
 
@@ -119,7 +140,7 @@ def test_a_decoder_is_reusable_and_keeps_its_addresses(model, tokens):
     tensors = [decoder.tokens, decoder.logits, *tree_leaves(decoder.state)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     first = generate(decoder, tokens(2, 7), 9, temperature=0)
-    generate(decoder, tokens(2, 3), 4, generator=1)
+    generate(decoder, tokens(2, 3), 4, seed=1)
     assert torch.equal(generate(decoder, tokens(2, 7), 9, temperature=0), first)
     assert torch.equal(generate(model, tokens(2, 7), 9, temperature=0), first)
     tensors_after = [decoder.tokens, decoder.logits, *tree_leaves(decoder.state)]
@@ -168,7 +189,7 @@ def test_a_captured_step_generates_the_same_tokens(spec, compiled):
     decoder = Decoder(model, batch=2, capacity=40, compile=compiled).capture()
     expected = generate(model, prompt, 30, temperature=0)
     assert torch.equal(generate(decoder, prompt, 30, temperature=0), expected)
-    assert torch.equal(generate(decoder, prompt, 30, generator=1), generate(model, prompt, 30, generator=1))
+    assert torch.equal(generate(decoder, prompt, 30, seed=1), generate(model, prompt, 30, seed=1))
 
 
 def test_weights_that_are_nan_are_refused(model, tokens):
@@ -179,27 +200,31 @@ def test_weights_that_are_nan_are_refused(model, tokens):
 
 
 def test_streaming_does_not_disable_gradients(model, tokens):
-    for _ in stream(model, tokens(1, 3), 3):
+    for _ in stream(model, tokens(1, 3), Sampling(max_tokens=3)):
         assert torch.is_grad_enabled()
 
 
 ERRORS = [
-    (ValueRangeError, "temperature must be at least 0", {"temperature": -1.0}),
-    (ValueRangeError, "temperature must be at least 0", {"temperature": float("nan")}),
-    (ValueRangeError, "top_k must be an integer >= 1", {"top_k": 0}),
-    (ValueRangeError, r"top_p must be in \(0, 1\]", {"top_p": 1.5}),
-    (ValueRangeError, "temperature must be at least 0", {"temperature": "hot"}),
-    (ValueRangeError, "top_k must be an integer >= 1, got 1.5", {"top_k": 1.5}),
-    (ValueRangeError, "max_tokens must be an integer >= 1", {"max_tokens": 0}),
-    (ValueRangeError, "max_tokens must be an integer >= 1, got 2.5", {"max_tokens": 2.5}),
-    (ValueRangeError, "max_tokens must be an integer >= 1, got True", {"max_tokens": True}),
-    (ValueRangeError, "generator must be a torch.Generator, a seed or None, got 'x'", {"generator": "x"}),
-    (ValueRangeError, "stop must contain .* got 5", {"stop": 5}),
-    (ValueRangeError, "stop must contain .* got 'ab'", {"stop": "ab"}),
-    (ValueRangeError, "stop must contain", {"stop": [1.5]}),
-    (DtypeError, r"prompt must be a tensor \[B, T\], or a list of tensors", {"prompt": [[1, 2]]}),
+    (ConfigError, "temperature must be at least 0", {"temperature": -1.0}),
+    (ConfigError, "temperature must be a finite number, got nan", {"temperature": float("nan")}),
+    (ConfigError, "top_k must be at least 1, got 0", {"top_k": 0}),
+    (ConfigError, "top_p must be at most 1, got 1.5", {"top_p": 1.5}),
+    (ConfigError, "temperature must be a .*number, got 'hot'", {"temperature": "hot"}),
+    (ConfigError, "top_k must be an integer, got 1.5", {"top_k": 1.5}),
+    (ConfigError, "max_tokens must be at least 1, got 0", {"max_tokens": 0}),
+    (ConfigError, "max_tokens must be an integer, got 2.5", {"max_tokens": 2.5}),
+    (ConfigError, "max_tokens must be an integer, got True", {"max_tokens": True}),
+    (ConfigError, "stop must be texts, tokens or sequences of tokens, none of them empty, got .1.5", {"stop": [1.5]}),
+    (ConfigError, "stop must be texts, tokens or sequences of tokens, none of them empty", {"stop": [[]]}),
+    (InputError, "generator must be a torch.Generator or None, got 'x'", {"generator": "x"}),
+    (ValueRangeError, r"stop must contain tokens in \[0, 29\) or sequences of them, got 'ab'", {"stop": "ab"}),
     (ValueRangeError, r"stop must contain tokens in \[0, 29\)", {"stop": [29]}),
-    (ValueRangeError, "stop must contain", {"stop": [[]]}),
+    (
+        ValueRangeError,
+        r"stop must contain tokens in \[0, 29\) or sequences of them, got \(3, -1\)",
+        {"stop": [[3, -1]]},
+    ),
+    (DtypeError, r"prompt must be a tensor \[B, T\], or a list of tensors", {"prompt": [[1, 2]]}),
     (ValueRangeError, r"tokens must be in \[0, 29\)", {"prompt": torch.tensor([[30]])}),
     (ShapeError, r"must have shape \[B, T\]", {"prompt": torch.tensor([3])}),
     (ShapeError, "T >= 1", {"prompt": torch.zeros(2, 0, dtype=torch.int64)}),

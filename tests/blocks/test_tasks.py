@@ -118,10 +118,10 @@ def test_a_stack_file_and_a_preset_name_train(text_file, tmp_path):
 
 def test_generate_continues_a_prompt_with_the_sampling(trained):
     model, pieces = deltazoo.load(trained[0]), []
-    completion = deltazoo.generate(model, "12 gr", Sampling(max_bytes=9, seed=3), pieces.append)
+    completion = deltazoo.generate(model, "12 gr", Sampling(max_tokens=9, seed=3), pieces.append)
     assert completion.bytes == 9
     assert "".join(pieces) == completion.text
-    assert deltazoo.generate(model, "12 gr", Sampling(max_bytes=9, seed=3)).text == completion.text
+    assert deltazoo.generate(model, "12 gr", Sampling(max_tokens=9, seed=3)).text == completion.text
 
 
 def backend_of(model):
@@ -153,7 +153,7 @@ def test_training_without_compile_compiles_nothing(text_file, tmp_path, monkeypa
     config = CONFIG.model_copy(update={"backend": None})
     training = deltazoo.train(SPEC, tmp_path, text_file, config)
     assert training.points[-1].step == 6
-    assert deltazoo.generate(deltazoo.load(tmp_path), "1 gr", Sampling(max_bytes=3)).bytes == 3
+    assert deltazoo.generate(deltazoo.load(tmp_path), "1 gr", Sampling(max_tokens=3)).bytes == 3
     assert deltazoo.resume(tmp_path).points == training.points
 
 
@@ -187,8 +187,8 @@ def test_too_large_sizes_are_named(trained, text_file, tmp_path):
     with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
         deltazoo.evaluate(deltazoo.load(trained[0]), text_file, length=12, batch=huge)
     attention = StackSpec(width=16, depth=1, vocab=256, pattern="attention(heads=1)").build()
-    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of max_bytes={huge}$"):
-        deltazoo.generate(attention, "ab", Sampling(max_bytes=huge), compile=False)
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of max_tokens={huge}$"):
+        deltazoo.generate(attention, "ab", Sampling(max_tokens=huge), compile=False)
 
 
 def test_a_text_that_cannot_be_read_is_reported(trained, text_file, tmp_path):
@@ -210,7 +210,7 @@ def test_a_text_that_cannot_be_read_is_reported(trained, text_file, tmp_path):
 
 WRONG_TYPES = {
     "generate with a folder": (lambda model, folder: deltazoo.generate("r2", "ab"), "model must be .*, got 'r2'"),
-    "generate_tokens with a folder": (lambda *_: generate_tokens("r2", torch.ones(1, 2).long(), 3), "model must be"),
+    "generate_tokens with a folder": (lambda *_: generate_tokens("r2", torch.ones(1, 2).long()), "model must be"),
     "evaluate a number": (lambda model, folder: deltazoo.evaluate(3), "model must be a LanguageModel, .*, got 3"),
     "evaluate a layer": (
         lambda model, folder: deltazoo.evaluate(torch.nn.Linear(2, 2)),
@@ -219,6 +219,10 @@ WRONG_TYPES = {
     "evaluate on a number": (lambda model, folder: deltazoo.evaluate(model, 3), "text must be a path, .*, got 3"),
     "prompt of bytes": (lambda model, folder: deltazoo.generate(model, b"ab"), "prompt must be text, got b'ab'"),
     "sampling": (lambda model, folder: deltazoo.generate(model, "ab", 3), "sampling must be a Sampling or None, got 3"),
+    "sampling of tokens": (
+        lambda model, folder: generate_tokens(model, torch.ones(1, 2).long(), 3),
+        "sampling must be a Sampling or None, got 3",
+    ),
     "config": (
         lambda _, folder: deltazoo.train(SPEC, folder / "x", config={"steps": 1}),
         "config must be a TrainConfig",

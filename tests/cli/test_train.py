@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_is_one_sentence_in_each_command(run, folder):
 def test_every_stop_of_generate_counts_and_the_reason_is_printed(ok, folder):
     options = ("generate", folder, "--temperature", 0, "--max-bytes", 30)
     whole = ok(*options, "--json").json
-    assert (whole["reason"], whole["stop"]) == ("max_bytes", None)
+    assert (whole["reason"], whole["stop"]) == ("max_tokens", None)
     stop = next(character for character in whole["text"] if character.isascii() and character.isprintable())
     for stops in ((stop, "never"), ("never", stop)):
         result = ok(*options, "--stop", stops[0], "--stop", stops[1])

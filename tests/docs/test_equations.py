@@ -37,7 +37,7 @@ def test_latex_of_an_equation(text, expected):
 @pytest.mark.parametrize(
     "lines",
     [
-        ["max_bytes: maximum number of bytes to generate."],
+        ["max_tokens: maximum number of tokens to generate."],
         ["model = deltazoo.load(path)"],
         ["Jamba: normalize=False"],
         ["S_t = d_t S_(t-1)", "3*gdn + swa      three layers, then one"],

@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from subjects import MLPS, MOE, assert_computes, build, tokens
 from torch import nn
 
-from deltazoo.blocks import generate_tokens
+from deltazoo.blocks import Sampling, generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
 
 LIMIT = 1e-5  # rounding in float32: the unmerged product has another order of summation
@@ -60,7 +60,7 @@ def test_saved_adapters_generate_as_before(tmp_path: Path) -> None:
     adapted = adapt(build("gated_deltanet"), target_modules="all-linear")
     adapted.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(build("gated_deltanet"), tmp_path)
-    expected, actual = (generate_tokens(model, tokens(), max_tokens=5, generator=0) for model in (adapted, loaded))
+    expected, actual = (generate_tokens(model, tokens(), Sampling(max_tokens=5)) for model in (adapted, loaded))
     assert torch.equal(actual, expected)
     assert_computes(loaded, adapted.merge_and_unload(), LIMIT)
 
