@@ -9,6 +9,7 @@ from deltazoo.cli.terminal.measurements import print_measurements
 from deltazoo.cli.terminal.options import AsJson, BackendName, Device, Seed, TextFile
 from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_table, progress
 from deltazoo.cli.terminal.threads import let_idle_threads_sleep
+from deltazoo.cli.terminal.training_rows import TrainingRows
 
 
 def command(
@@ -20,7 +21,10 @@ def command(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small hybrid and two baselines, sample from the hybrid, time the backends, and write a report."""
+    """Train a small hybrid and two baselines, sample from the hybrid, time the backends, and write a report.
+
+    Each validation prints a row at once.
+    """
     let_idle_threads_sleep()
     from deltazoo.blocks.data.text import load_text
     from deltazoo.blocks.inspect.figure import why_no_plots
@@ -30,7 +34,8 @@ def command(
     if reason := why_no_plots():
         print_note(f"the report will have no plots: {reason}")
     with progress() as report_progress:
-        result = demo(load_text(text), out, config, report_progress)
+        on_training = (lambda name: None) if as_json else TrainingRows
+        result = demo(load_text(text), out, config, report_progress, on_training)
     if as_json:
         print_json(result)
         return

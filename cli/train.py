@@ -2,11 +2,11 @@
 
 import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,11 +20,9 @@ from deltazoo.cli.terminal.options import (
     TextFile,
     Trust,
 )
-from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_piece, progress, rule
+from deltazoo.cli.terminal.output import print_json, print_line, print_note, progress
 from deltazoo.cli.terminal.threads import let_idle_threads_sleep
-
-if TYPE_CHECKING:
-    from deltazoo.blocks.training.records import Point
+from deltazoo.cli.terminal.training_rows import TrainingRows
 
 
 class ComputeDtype(StrEnum):
@@ -97,7 +95,7 @@ def command(
             f"--resume takes the stack and the folder of the run, so omit {' and '.join(surplus)}; to branch a run, "
             "resume a copy of its folder"
         )
-    on_point = None if as_json else _Rows()
+    on_point = None if as_json else TrainingRows()
     try:
         with progress() as report_progress, _printed_log():
             if resume is not None:
@@ -120,27 +118,6 @@ def command(
         print_json(training)
         return
     print_line(training.line() + f"; checkpoint in {resume or out}")
-
-
-class _Rows:
-    """Print each point as a row of a table, at once; auxiliary losses follow the columns with their names."""
-
-    titles = ("step", "train", "validation, bits per byte", "tokens/s")
-    widths = (7, 6, 25, 9)
-
-    def __init__(self) -> None:
-        self.is_first = True
-
-    def __call__(self, point: "Point") -> None:
-        if self.is_first:
-            self._print(self.titles)
-            print_piece(f"{rule() * (sum(self.widths) + 2 * len(self.widths) - 2)}\n")
-        self.is_first = False
-        self._print(point.cells(), [f"{name} {value:.4f}" for name, value in point.auxiliary.items()])
-
-    def _print(self, cells: Sequence[str], more: Sequence[str] = ()) -> None:
-        padded = [cell.rjust(width) for cell, width in zip(cells, self.widths, strict=True)]
-        print_piece("  ".join([*padded, *more]).rstrip() + "\n")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The demo: train a hybrid and two baselines with one mixer each, sample from the hybrid, time the backends, report."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +26,7 @@ from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import report
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.records import Training
+from deltazoo.blocks.training.run import OnPoint
 from deltazoo.blocks.training.tasks import train
 from deltazoo.mixers.core.delta_mixer import Update
 
@@ -81,13 +82,20 @@ class Demo(BaseModel):
     seconds: float
 
 
-def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progress: Progress = silent) -> Demo:
+def demo(
+    text: Text,
+    folder: str | Path,
+    config: DemoConfig | None = None,
+    progress: Progress = silent,
+    on_training: Callable[[str], OnPoint | None] = lambda name: None,
+) -> Demo:
     """Run the demo and write its report.
 
     The folder receives report.md, curves.png, benchmark.png, report.json with every figure, sample.txt, and for each
     stack a folder with its config and checkpoint. Files of an earlier demo are overwritten. Without matplotlib the two
     plots are left out.
 
+    Args: on_training: called with the name of each stack before its training; returns the `on_point` of the training.
     Raises: ConfigError.
     """
     config, folder, start = config or DemoConfig(), output_folder(folder), time.perf_counter()
@@ -98,7 +106,7 @@ def demo(text: Text, folder: str | Path, config: DemoConfig | None = None, progr
         with only_process(folder / name):
             (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
         renamed = _with_task_name(f"train {name}", progress)
-        trainings[name] = train(spec, folder / name, text, config.train, progress=renamed)
+        trainings[name] = train(spec, folder / name, text, config.train, progress=renamed, on_point=on_training(name))
     # This function wrote the folder, so it can only name code that the caller passed.
     model = load_for_completion(folder / next(iter(specs)), config.train.device, trust=True)
     progress("generate", 0, 1)

@@ -510,7 +510,13 @@ def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypa
     assert result == json.loads((tmp_path / "report.json").read_text())
     assert (result["config"]["train"]["steps"], result["config"]["sampling"]["seed"]) == (2, 4)
     training = result["trainings"]["gated-deltanet-h1-small"]
-    assert f"{training['points'][-1]['validation_bits']:.3f} bits per byte" in ok("demo", *options).out
+    printed = ok("demo", *options).out
+    assert f"{training['points'][-1]['validation_bits']:.3f} bits per byte" in printed
+    title, head, _, *rows = printed.splitlines()[: 3 + len(training["points"])]
+    assert (title, head.split()[:2]) == ("gated-deltanet-h1-small", ["step", "train"])
+    last = [f"{point['validation_bits']:.3f}" for point in training["points"]]
+    assert [row.split()[0] for row in rows] == [str(point["step"]) for point in training["points"]]
+    assert [bits in row for row, bits in zip(rows, last, strict=True)] == [True] * len(rows)
 
 
 def test_bench_of_layers_times_each_direction(ok, tmp_path, monkeypatch):
