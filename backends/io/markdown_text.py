@@ -7,7 +7,7 @@ WIDTH = 100  # columns
 
 _FENCE = re.compile(r"\s*(```|~~~|:::)")
 _ITEM = re.compile(r"\s*([-*+]|\d+[.)])\s+")
-_FIXED = re.compile(r"\s*(\||#{1,6} |>|<|={3,}$|-{3,}$)|.*(\\| {2})$")  # the last: a line break of the page
+_FIXED = re.compile(r"\s*(\|.*\|$|#{1,6} |>|<|={3,}$|-{3,}$)|.*(\\| {2})$")  # the last: a line break of the page
 _SPAN = re.compile(r"`[^`]+`|\$[^$]+\$")  # code and formulas
 _MARKER = re.compile(r" (?=([-*+>=|]|#{1,6}|\d+[.)])( |$))")
 _HELD = "\0"  # a space at which no line breaks

@@ -251,8 +251,10 @@ def zoo_page(text: str) -> str:
     """Replace the equations of docs/zoo.md, paragraphs and indented lines, by math directives."""
     paragraphs = []
     for paragraph in text.split("\n\n"):
-        is_equation = paragraph.startswith("    ") or (" = " in paragraph and not paragraph.startswith(("#", "- ")))
-        rows = block(paragraph.splitlines()) if is_equation else None
+        is_indented = paragraph.startswith("    ")
+        is_equation = is_indented or (" = " in paragraph and not paragraph.startswith(("#", "- ")))
+        lines = paragraph.splitlines() if is_indented else [paragraph.replace("\n", " ")]  # prose is wrapped
+        rows = block(lines) if is_equation else None
         paragraphs.append(paragraph if rows is None else "\n".join(["```{math}", *rows, "```"]))
     return "\n\n".join(paragraphs)
 
