@@ -15,6 +15,7 @@ from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton import limits as triton_limits
 from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.chunk.execute import load
 from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.chunk.plan import make_plan
 from deltazoo.backends.triton.chunk.registry import GATE_GRADIENTS, KERNELS, PHASES, SUM_GROUPS, TAIL, saves_16_bits
@@ -358,6 +359,11 @@ def test_readme_has_one_row_per_version_with_its_kernels():
         kernel[0] for kernel in followed
     }
     assert all(len(row) == 7 and all(row) for row in rows)
+
+
+def test_the_module_of_every_kernel_defines_it():
+    for kernels in KERNELS.values():
+        assert [load(kernel).__name__ for kernel in kernels] == [kernel.name for kernel in kernels]
 
 
 def test_readme_names_every_kernel():

@@ -38,8 +38,9 @@ from deltazoo.backends.triton.tiles import (
 )
 
 CHUNK = 64  # tokens per chunk by default
-_PACKAGE = "deltazoo.backends.triton.chunk.kernels"
-_PORTABLE, _GLUON = f"{_PACKAGE}.portable", f"{_PACKAGE}.sm90"
+_PACKAGE = "deltazoo.backends.triton"
+_PORTABLE, _GLUON = f"{_PACKAGE}.chunk.kernels.portable", f"{_PACKAGE}.chunk.kernels.sm90"
+_DECODE = f"{_PACKAGE}.decode.kernels"
 # Registers per thread at the launch of a warp-specialised kernel. Its three warp groups reallocate them (setmaxnreg):
 # 232, 232 and 40 (224, 224 and 56, or 216, 216 and 72, with a decay per channel), or 240, 240 and 24.
 _WARP_SPECIALIZED_REGISTERS = 168
@@ -246,13 +247,13 @@ KERNELS: dict[str, list[Kernel]] = {
     ],
     "decode": [
         Kernel(
-            "decode_kernel", f"{_PACKAGE}.decode.step", "decode", "portable",
+            "decode_kernel", f"{_DECODE}.step", "decode", "portable",
             support=Support(), programs=per_sequence_and_value_tile, tiles=_decode_tiles, options=_decode_options,
         )
     ],
     "fused_step": [
         Kernel(
-            "fused_step_kernel", f"{_PACKAGE}.decode.fused_step", "fused_step", "portable",
+            "fused_step_kernel", f"{_DECODE}.fused_step", "fused_step", "portable",
             support=Support(), programs=per_sequence, tiles=_decode_tiles, options=_decode_options,
         )
     ],
