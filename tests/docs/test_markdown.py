@@ -51,6 +51,14 @@ def test_prose_wraps_at_100_columns() -> None:
     assert found == {}, f"run `{COMMAND}`"
 
 
+def test_the_changelog_has_at_most_twenty_lines_for_a_version() -> None:
+    sections = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert sections
+    for section in sections:
+        version, *lines = section.split("\n")
+        assert len([line for line in lines if line]) <= 20, version
+
+
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(wrap_prose(page.read_text()))
