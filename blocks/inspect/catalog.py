@@ -13,6 +13,7 @@ from deltazoo.backends.io.errors import DeltazooError
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.registry import resolve
 from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.spec import presets
 from deltazoo.blocks.spec.stack_spec import StackSpec, preset
@@ -182,8 +183,7 @@ def _parameters(spec: StackSpec) -> int:
             if layer.share is not None:
                 shared.add(layer.share)
             if (layer, i == 0) not in counts:  # a first layer may have other parameters, as in RWKV-7
-                built = layer.build(spec.width, Place(i, spec.depth))
-                counts[layer, i == 0] = sum(parameter.numel() for parameter in built.parameters())
+                counts[layer, i == 0] = parameter_count(layer.build(spec.width, Place(i, spec.depth)))
             total += counts[layer, i == 0]
     return total
 

@@ -16,6 +16,7 @@ from deltazoo.backends.update.explain import explain
 from deltazoo.backends.update.papers import papers
 from deltazoo.backends.update.registry import plugin_errors, resolve
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
+from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.inspect.layer_table import Description
 from deltazoo.blocks.spec import document, presets
 from deltazoo.blocks.spec.stack_spec import StackSpec, preset
@@ -144,7 +145,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
         fields=field_rows(config_type),
         cost={
             "width": width,
-            "parameters": sum(x.numel() for x in mixer.parameters()),
+            "parameters": parameter_count(mixer),
             "state, bytes per sequence": cost.state_bytes,
             "cache, bytes per token": cost.cache_bytes,
             "FLOPs per token, forward": cost.flops,

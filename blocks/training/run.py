@@ -18,6 +18,7 @@ from deltazoo.backends.io.progress import Progress
 from deltazoo.backends.torch_ext.devices import cxx_compiler, usable_device
 from deltazoo.blocks.checkpoints import folder as checkpoint
 from deltazoo.blocks.data.text import BYTES, Batch, Text, even_crops, random_crops
+from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.model.compilation import check_updates, compile_layers, run_eagerly
 from deltazoo.blocks.model.losses import Losses
 from deltazoo.blocks.spec.stack_spec import StackSpec
@@ -114,7 +115,7 @@ class Run:
                 raise KeyboardInterrupt
         return Training(
             config=self.config,
-            parameters=sum(x.numel() for x in self.model.parameters()),
+            parameters=parameter_count(self.model),
             source=self.text.source,
             points=self.points,
             first_call_s=first_call_s,
