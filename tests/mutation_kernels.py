@@ -263,8 +263,8 @@ LAUNCHES = [
     Mutation(
         "plan: the fused backward is chosen for grouped heads", "backends/triton/chunk/registry.py",
         "values=range(33, 129), grouped=False)", "values=range(33, 129))", "test",
-        "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-hopper_prepare_kernel-"
-        "hopper_scan_kernel-hopper_backward_sweep_kernel]",
+        "backends/test_plan.py::test_plan_follows_from_problem_and_device[change1-device1-sm90_prepare_kernel-"
+        "sm90_scan_kernel-sm90_backward_sweep_kernel]",
     ),
     Mutation(
         "plan: gate gradients are launched where no gate has one", "backends/triton/chunk/plan.py",

@@ -44,7 +44,7 @@ class MixerKernels(NamedTuple):
     def family(self) -> str:
         kernels = {kernel for kernel in (*self.forward, *self.backward) if kernel not in SHARED}
         chunked = {kernel for kernel in kernels if not kernel.startswith("element")}
-        hopper = {kernel for kernel in chunked if kernel.startswith("hopper")}
+        hopper = {kernel for kernel in chunked if kernel.startswith("sm90")}
         if not kernels:
             return "none"
         if not chunked:

@@ -25,9 +25,9 @@ pytestmark = [
 DEVICE = DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 4, 232448)
 
 
-PREPARE, SCAN = "hopper_prepare_kernel", "hopper_scan_kernel"
-REVERSE, GRADIENTS = "hopper_reverse_kernel", "hopper_gradients_kernel"
-SWEEP, FUSED = "hopper_backward_sweep_kernel", "hopper_fused_backward_kernel"
+PREPARE, SCAN = "sm90_prepare_kernel", "sm90_scan_kernel"
+REVERSE, GRADIENTS = "sm90_reverse_kernel", "sm90_gradients_kernel"
+SWEEP, FUSED = "sm90_backward_sweep_kernel", "sm90_fused_backward_kernel"
 BY_SWEEP = [SCAN, SCAN, SWEEP]  # scan for the output, scan to recompute states, sweep
 BY_REVERSE = [SCAN, SCAN, REVERSE, GRADIENTS]
 ONE_PROGRAM_PER_SM = {SCAN, REVERSE, SWEEP, FUSED}  # the other kernels run at least two
@@ -133,7 +133,7 @@ def test_prepare_of_a_decay_per_channel_compiles(delta, erase_key, before, group
     compiler = Compiler()
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, 64, delta, erase_key, "channel", packed)
     launch_update(problem, DEVICE, compiler, before)
-    kernel = dict(compiler.compiled)["hopper_channel_prepare_kernel"]
+    kernel = dict(compiler.compiled)["sm90_channel_prepare_kernel"]
     # three programs per SM; two with the tile of an erase key of more than 64 channels; one with more than 128
     limit = DEVICE.shared_memory if K > 128 else 78 * 1024 if erase_key and K > 64 else 74 * 1024
     assert kernel.metadata.shared <= limit
@@ -179,7 +179,7 @@ def test_gradients_of_a_decay_per_channel_compile_and_fit(delta, erase_key, befo
     problem = Problem(dtype, 2, 200, 2, 2 * groups, K, V, delta, erase_key, decay="channel", packed=packed)
     launch_update(problem, DEVICE, compiler, before)
     kind = "channel" if delta else "additive"
-    (kernel,) = [kernel for name, kernel in compiler.compiled if name == f"hopper_{kind}_gradients_kernel"]
+    (kernel,) = [kernel for name, kernel in compiler.compiled if name == f"sm90_{kind}_gradients_kernel"]
     assert kernel.metadata.shared <= 113 * 1024  # two programs per SM
     sass = disassemble(kernel.asm["cubin"])
     assert not wrong_descriptor_addresses(sass)
@@ -194,7 +194,7 @@ def test_gradients_of_kda_and_gated_deltanet2_compile(strengths):
     problem = Problem(bf16, 2, 256, 2, 2, 128, 128, True, strengths == "channels", "channel", False)
     launch_update(problem, DEVICE, compiler, strengths=strengths)
     names = [name for name, _ in compiler.compiled]
-    assert {"hopper_channel_prepare_kernel", "hopper_channel_gradients_kernel"} < set(names)
+    assert {"sm90_channel_prepare_kernel", "sm90_channel_gradients_kernel"} < set(names)
     for name, kernel in compiler.compiled:
         assert_compiled_and_fits(name, kernel)
 
@@ -207,10 +207,10 @@ def test_kernels_of_dplr_compile_and_fit(K, before, packed):
     compiler = Compiler()
     problem = Problem(bf16, 2, 200, 2, 2, K, K, True, True, "channel", packed, dplr=True)
     launch_update(problem, DEVICE, compiler, before)
-    assert [name for name, _ in compiler.compiled] == ["hopper_dplr_prepare_kernel", "hopper_dplr_gradients_kernel"]
+    assert [name for name, _ in compiler.compiled] == ["sm90_dplr_prepare_kernel", "sm90_dplr_gradients_kernel"]
     for name, kernel in compiler.compiled:
         # two programs per SM, except for the gradients of 128 values
-        both = K == 64 or name == "hopper_dplr_prepare_kernel"
+        both = K == 64 or name == "sm90_dplr_prepare_kernel"
         assert kernel.metadata.shared <= (113 * 1024 if both else DEVICE.shared_memory)
         sass = disassemble(kernel.asm["cubin"])
         assert not wrong_descriptor_addresses(sass)

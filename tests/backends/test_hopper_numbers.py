@@ -53,10 +53,10 @@ SCANS = PREPARE | {"scan": SCAN_LAUNCH, "recompute": SCAN_LAUNCH}
 SWEEP = SCANS | {"reverse": SCAN_LAUNCH}
 FUSED = SWEEP | {"reverse": Launch(tile=64, kernel="fused")}
 GRADIENTS = {"gradients": Launch(tile=64, keys=64, stages=1, kernel="sm90")}
-BY_SCANS = ["hopper_prepare_kernel", "hopper_scan_kernel"]
-BY_REVERSE = [*BY_SCANS, "hopper_reverse_kernel"]
-BY_SWEEP = [*BY_SCANS, "hopper_backward_sweep_kernel"]
-BY_FUSED = [*BY_SCANS, "hopper_fused_backward_kernel"]
+BY_SCANS = ["sm90_prepare_kernel", "sm90_scan_kernel"]
+BY_REVERSE = [*BY_SCANS, "sm90_reverse_kernel"]
+BY_SWEEP = [*BY_SCANS, "sm90_backward_sweep_kernel"]
+BY_FUSED = [*BY_SCANS, "sm90_fused_backward_kernel"]
 PACK = (70, 0, 1, 64)
 ROUTES = {
     "prepare": (PREPARE, Shape("pack", 1, 135, 1, 2, 72, 16, lengths=PACK), BY_SCANS[:1]),
@@ -67,17 +67,17 @@ ROUTES = {
     "two tiles of keys": (
         SWEEP | GRADIENTS,
         Shape("short", 1, 300, 1, 2, 128, 136),
-        [*BY_REVERSE, "hopper_gradients_kernel"],
+        [*BY_REVERSE, "sm90_gradients_kernel"],
     ),
     "sweep": (SWEEP, Shape("pack", 1, 135, 1, 2, 104, 72, lengths=PACK), BY_SWEEP),
     "sweep of value tiles": (SWEEP, Shape("short", 1, 100, 1, 1, 128, 256), BY_SWEEP),
     "fused": (FUSED, Shape("short", 1, 300, 2, 2, 128, 128), BY_FUSED),
     "fused packs": (FUSED, Shape("pack", 1, 265, 1, 1, 104, 72, lengths=(200, 0, 1, 64)), BY_FUSED),
-    "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["hopper_gradients_kernel"]),
+    "gradients": (GRADIENTS, Shape("short", 1, 100, 1, 2, 72, 104), ["sm90_gradients_kernel"]),
     "narrow tile of values": (
         GRADIENTS,
         Shape("pack", 1, 135, 1, 1, 64, 208, lengths=PACK),
-        ["hopper_gradients_kernel"],
+        ["sm90_gradients_kernel"],
     ),
 }
 REGIMES = ("ordinary", "decays", "parallel", "no state")
@@ -99,7 +99,7 @@ def test_every_kernel_matches_float64_for_every_spec(monkeypatch, route, name, r
         Case(SPECS[name], shape, torch.float16, **inputs),
     )
     no_wy_tiles = SPECS[name].transition == "additive"
-    assert {*LAUNCHED} == {kernel for kernel in expected if not (no_wy_tiles and kernel == "hopper_prepare_kernel")}
+    assert {*LAUNCHED} == {kernel for kernel in expected if not (no_wy_tiles and kernel == "sm90_prepare_kernel")}
 
 
 SPLIT = {
@@ -167,7 +167,7 @@ def test_the_scans_with_a_decay_per_channel_match_float64(monkeypatch, route, na
         TritonBackend(LaunchConfig(checkpoint_chunks=2, **CHANNEL_SCANS, **({"scratch": 2**20} | launches))),
         Case(BY_CHANNEL[name], shape, torch.float16, **inputs),
     )
-    assert {*LAUNCHED} == {"hopper_scan_kernel", "hopper_reverse_kernel"}
+    assert {*LAUNCHED} == {"sm90_scan_kernel", "sm90_reverse_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ ERASE_KEYS = {
     "strengths per channel": UpdateSpec(decay="head", beta="channel"),
     "dplr": UpdateSpec(decay="fixed", transition="dplr"),
 }
-BY_OWN_KEY = {*BY_REVERSE, "hopper_gradients_kernel"}
+BY_OWN_KEY = {*BY_REVERSE, "sm90_gradients_kernel"}
 ERASE_KEY_CASES = [
     pytest.param(
         route, name, REGIMES[(i + j) % 4], (i + j // 4) % 2 == 0, marks=[pytest.mark.slow] if (i + j) % 3 else []
@@ -283,7 +283,7 @@ def test_gradients_with_a_decay_per_channel(monkeypatch, name, shape, regime, la
         Case(CHANNEL_SPECS[name], shape, torch.float16, **inputs),
     )
     kernel = "channel" if CHANNEL_SPECS[name].transition == "delta" else "additive"
-    assert {*LAUNCHED} == {f"hopper_{kernel}_gradients_kernel"}
+    assert {*LAUNCHED} == {f"sm90_{kernel}_gradients_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_prepare_of_a_decay_per_channel(name, regime):
         TritonBackend(LaunchConfig(checkpoint_chunks=2, **PREPARE)),
         Case(BY_CHANNEL[name], Shape("pack", 1, 135, 1, 2, 40, 16, lengths=PACK), torch.float16, **inputs),
     )
-    assert {*LAUNCHED} == {"hopper_channel_prepare_kernel"}
+    assert {*LAUNCHED} == {"sm90_channel_prepare_kernel"}
 
 
 DPLR = UpdateSpec(decay="channel", transition="dplr")
@@ -341,7 +341,7 @@ def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
     # in float16: the interpreter of the portable kernels has no bfloat16; 2^12 is in the range of float16
     gradients = [
         kernel._replace(support=kernel.support._replace(dtypes=(torch.float16,)))
-        if kernel.name == "hopper_dplr_gradients_kernel"
+        if kernel.name == "sm90_dplr_gradients_kernel"
         else kernel
         for kernel in plan.KERNELS["gradients"]
     ]
@@ -362,7 +362,7 @@ def test_prepare_and_gradients_of_dplr(monkeypatch, shape, read, regime):
         assert max(found.values()) < 5e-3, found
     else:
         assert_conforms(backend, case)
-    assert {*LAUNCHED} == {"hopper_dplr_prepare_kernel", "hopper_dplr_gradients_kernel"}
+    assert {*LAUNCHED} == {"sm90_dplr_prepare_kernel", "sm90_dplr_gradients_kernel"}
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_the_planned_launches_run_one_to_one_and_in_order(monkeypatch, case, set
 @pytest.mark.parametrize(
     ("spec", "kernels"),
     [
-        (UpdateSpec(transition="additive"), "hopper_scan_kernel -> hopper_fused_backward_kernel"),
-        (UpdateSpec(decay="channel", transition="dplr"), "hopper_dplr_gradients_kernel -> dplr_gradients_kernel"),
+        (UpdateSpec(transition="additive"), "sm90_scan_kernel -> sm90_fused_backward_kernel"),
+        (UpdateSpec(decay="channel", transition="dplr"), "sm90_dplr_gradients_kernel -> dplr_gradients_kernel"),
     ],
     ids=["linear attention", "RWKV-7"],
 )

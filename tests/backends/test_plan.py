@@ -131,13 +131,13 @@ def planned(case, device, grad=True):
 @pytest.mark.parametrize(
     ("change", "device", "prepare", "scan", "reverse"),
     [
-        ({}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_fused_backward_kernel"),
-        ({"HV": 32}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_backward_sweep_kernel"),
-        ({"K": 64}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_reverse_kernel"),
-        ({"delta": False}, H200, "gates_kernel", "hopper_scan_kernel", "hopper_fused_backward_kernel"),
+        ({}, H200, "sm90_prepare_kernel", "sm90_scan_kernel", "sm90_fused_backward_kernel"),
+        ({"HV": 32}, H200, "sm90_prepare_kernel", "sm90_scan_kernel", "sm90_backward_sweep_kernel"),
+        ({"K": 64}, H200, "sm90_prepare_kernel", "sm90_scan_kernel", "sm90_reverse_kernel"),
+        ({"delta": False}, H200, "gates_kernel", "sm90_scan_kernel", "sm90_fused_backward_kernel"),
         ({"dtype": torch.float32}, H200, "prepare_kernel", "scan_kernel", "reverse_kernel"),
         ({"split_terms": True}, H200, "prepare_kernel", "scan_kernel", "reverse_kernel"),
-        ({"erase_key": True}, H200, "hopper_prepare_kernel", "hopper_scan_kernel", "hopper_reverse_kernel"),
+        ({"erase_key": True}, H200, "sm90_prepare_kernel", "sm90_scan_kernel", "sm90_reverse_kernel"),
         ({"erase_key": True, "split_terms": True}, H200, "prepare_kernel", "scan_kernel", "reverse_kernel"),
         ({}, A100, "prepare_kernel", "scan_kernel", "reverse_kernel"),
         ({}, H200._replace(platform="hip", capability=(9, 4)), "prepare_kernel", "scan_kernel", "reverse_kernel"),
@@ -174,8 +174,8 @@ def test_plan_of_split_terms_and_an_erase_key_has_no_sweep(change, version):
 def test_explain_prints_the_kernels_of_an_erase_key():
     spec = PreconditionedDeltaNet().spec()
     text = str(explain(spec, meta(), "triton", shape=(8, 4096), device=H200))
-    assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
-    kernels = ("hopper_scan", "hopper_reverse", "hopper_gradients", "gate_gradients")
+    assert "forward:  sm90_prepare_kernel -> sm90_scan_kernel" in text
+    kernels = ("sm90_scan", "sm90_reverse", "sm90_gradients", "gate_gradients")
     recompute, reverse, gradients, gates = (f"{name}_kernel" for name in kernels)
     assert f"backward: 4 x ({recompute} -> {reverse} -> {gradients}) -> {gates}\n" in text
 
@@ -186,8 +186,8 @@ def test_comba_takes_the_hopper_kernels_with_one_term(norm_after):
     case = problem_for(spec, meta(), Shape("busy", B=8, T=4096, H=16, HV=16, K=128, V=128), H200)
     assert case == problem(erase=True, write=True, erase_from="previous")
     text = str(explain(spec, meta(), "triton", shape=(8, 4096), device=H200))
-    assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
-    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel\n" in text
+    assert "forward:  sm90_prepare_kernel -> sm90_scan_kernel" in text
+    assert "backward: sm90_fused_backward_kernel -> gate_gradients_kernel\n" in text
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
@@ -221,13 +221,13 @@ def test_plan_of_a_decay_per_channel_has_no_sweep(change, version):
 @pytest.mark.parametrize(
     ("change", "device", "prepare", "gradients"),
     [
-        ({}, H200, "hopper_channel_prepare_kernel", "hopper_channel_gradients_kernel"),
-        ({"delta": False, "K": 64}, H200, "hopper_channel_prepare_kernel", "hopper_additive_gradients_kernel"),
+        ({}, H200, "sm90_channel_prepare_kernel", "sm90_channel_gradients_kernel"),
+        ({"delta": False, "K": 64}, H200, "sm90_channel_prepare_kernel", "sm90_additive_gradients_kernel"),
         (
             {"erase_key": True, "packed": True, "HV": 32},
             H200,
-            "hopper_channel_prepare_kernel",
-            "hopper_channel_gradients_kernel",
+            "sm90_channel_prepare_kernel",
+            "sm90_channel_gradients_kernel",
         ),
         ({"dtype": torch.float32}, H200, "channel_prepare_kernel", "channel_gradients_kernel"),
         ({"K": 20}, H200, "channel_prepare_kernel", "channel_gradients_kernel"),
@@ -312,12 +312,12 @@ def test_a_kernel_of_a_new_architecture_is_a_file_and_an_entry(monkeypatch, tmp_
 def test_explain_prints_the_plan_of_a_named_device():
     text = str(explain(GATED, meta(), "triton", shape=(8, 4096), device=H200))
     assert "kernel plan on NVIDIA H200 (sm_90, 132 SMs, Triton 3.7.1)" in text
-    assert "forward:  hopper_prepare_kernel -> hopper_scan_kernel" in text
-    assert "backward: hopper_fused_backward_kernel -> gate_gradients_kernel\n" in text
+    assert "forward:  sm90_prepare_kernel -> sm90_scan_kernel" in text
+    assert "backward: sm90_fused_backward_kernel -> gate_gradients_kernel\n" in text
     conditions = str(explain(GATED, meta(), "triton", device=H200))
-    assert "reverse fused hopper_fused_backward_kernel: an sm90 GPU" in conditions
+    assert "reverse fused sm90_fused_backward_kernel: an sm90 GPU" in conditions
     assert "K 65 to 128, V 33 to 128" in conditions
-    assert "hopper" not in str(explain(GATED, meta(), "triton", device=A100))
+    assert "sm90_" not in str(explain(GATED, meta(), "triton", device=A100))
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def scan_arguments(shape, device="cpu"):
 @pytest.mark.parametrize(
     ("heads", "lengths", "backward"),
     [
-        (128, (), ["hopper_fused_backward_kernel"]),
-        (64, (300, 0, 700), ["hopper_scan_kernel", "hopper_backward_sweep_kernel"]),
+        (128, (), ["sm90_fused_backward_kernel"]),
+        (64, (300, 0, 700), ["sm90_scan_kernel", "sm90_backward_sweep_kernel"]),
     ],
     ids=["dense", "packed"],
 )
@@ -64,7 +64,7 @@ def test_tracing_on_meta_tensors_compiles_the_kernels_of_another_device(monkeypa
     trace(op._backward_impl, (*operands, saved, o, final, *kind))
     names = [key[0].__name__ for key in traced]
     tail = ["zero_tail_kernel"] if lengths else []
-    forward = ["hopper_prepare_kernel", "hopper_scan_kernel", *tail]
+    forward = ["sm90_prepare_kernel", "sm90_scan_kernel", *tail]
     assert names == [*forward, *backward, "gate_gradients_kernel", *tail]
 
 

@@ -142,8 +142,8 @@ def test_narrow_keys_and_values_conform(K, V, transition):
 @pytest.mark.parametrize(
     ("heads", "backward"),
     [
-        (33, ["hopper_fused_backward_kernel"]),  # one program per sequence and head occupies 132 SMs
-        (20, ["hopper_scan_kernel", "hopper_backward_sweep_kernel"]),
+        (33, ["sm90_fused_backward_kernel"]),  # one program per sequence and head occupies 132 SMs
+        (20, ["sm90_scan_kernel", "sm90_backward_sweep_kernel"]),
     ],
 )
 def test_the_backward_is_one_launch_if_that_occupies_a_hopper_gpu(heads, backward):
@@ -152,7 +152,7 @@ def test_the_backward_is_one_launch_if_that_occupies_a_hopper_gpu(heads, backwar
     leaves(x)
     with watch() as record:
         step(x)
-    kernels = ["hopper_prepare_kernel", "hopper_scan_kernel", *backward, "gate_gradients_kernel"]
+    kernels = ["sm90_prepare_kernel", "sm90_scan_kernel", *backward, "gate_gradients_kernel"]
     assert record.kernels == {name: kernels.count(name) for name in kernels}
 
 

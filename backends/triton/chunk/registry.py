@@ -150,7 +150,7 @@ _SCAN = Kernel(
     support=Support(), programs=per_segment, tiles=_scan_tiles, options=_most_registers,
 )  # fmt: skip
 _SM90_SCAN_KERNEL = Kernel(
-    "hopper_scan_kernel", f"{_GLUON}.scan", "scan", "sm90",
+    "sm90_scan_kernel", f"{_GLUON}.scan", "scan", "sm90",
     support=_SM90_SCAN, programs=per_segment, tiles=_NARROWED_TILES,
     options=fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
 )  # fmt: skip
@@ -164,17 +164,17 @@ KERNELS: dict[str, list[Kernel]] = {
     "prepare": [
         _GATES._replace(version="sm90", support=_SM90._replace(transitions=("additive",), decays=SCALAR_DECAYS)),
         Kernel(
-            "hopper_prepare_kernel", f"{_GLUON}.prepare", "prepare", "sm90",
+            "sm90_prepare_kernel", f"{_GLUON}.prepare", "prepare", "sm90",
             support=_SM90._replace(transitions=("delta",), decays=SCALAR_DECAYS), programs=per_chunk_and_key_head,
             tiles=fixed_tiles(), options=_sm90_prepare_options,
         ),
         Kernel(
-            "hopper_channel_prepare_kernel", f"{_GLUON}.channel_prepare", "prepare", "sm90",
+            "sm90_channel_prepare_kernel", f"{_GLUON}.channel_prepare", "prepare", "sm90",
             support=_SM90._replace(decays=("channel",)), programs=per_chunk_and_heads, tiles=fixed_tiles(),
             options=_sm90_channel_prepare_options,
         ),
         Kernel(
-            "hopper_dplr_prepare_kernel", f"{_GLUON}.dplr_prepare", "prepare", "sm90",
+            "sm90_dplr_prepare_kernel", f"{_GLUON}.dplr_prepare", "prepare", "sm90",
             support=_SM90_DPLR, programs=per_chunk_and_heads, tiles=fixed_tiles(), options=fixed_options(),
             marked=_DPLR_PREPARE._replace(tiles=_marked_prepare_tiles),
         ),
@@ -195,18 +195,18 @@ KERNELS: dict[str, list[Kernel]] = {
     "reverse": [
         # one program per sequence and head, 128 values, and no other program adds to its key gradients
         Kernel(
-            "hopper_fused_backward_kernel", f"{_GLUON}.fused_backward", "reverse", "fused",
+            "sm90_fused_backward_kernel", f"{_GLUON}.fused_backward", "reverse", "fused",
             support=_SM90_SWEEP._replace(values=range(33, 129), grouped=False), programs=per_sequence,
             tiles=fixed_tiles(128, 64), options=fixed_options(8, _WARP_SPECIALIZED_REGISTERS),
             replaces=("recompute", "gradients"),
         ),
         Kernel(
-            "hopper_backward_sweep_kernel", f"{_GLUON}.sweep", "reverse", "sm90",
+            "sm90_backward_sweep_kernel", f"{_GLUON}.sweep", "reverse", "sm90",
             support=_SM90_SWEEP._replace(values=(*range(33, 129), 256, 384, 512)), programs=per_segment,
             tiles=fixed_tiles(128, 64), options=fixed_options(8, _WARP_SPECIALIZED_REGISTERS), replaces=("gradients",),
         ),
         Kernel(
-            "hopper_reverse_kernel", f"{_GLUON}.reverse", "reverse", "sm90",
+            "sm90_reverse_kernel", f"{_GLUON}.reverse", "reverse", "sm90",
             support=_SM90_SCAN, programs=per_segment, tiles=_NARROWED_TILES,
             options=fixed_options(registers=_WARP_SPECIALIZED_REGISTERS), takes_rows=True,
         ),
@@ -214,22 +214,22 @@ KERNELS: dict[str, list[Kernel]] = {
     ],
     "gradients": [
         Kernel(
-            "hopper_gradients_kernel", f"{_GLUON}.gradients", "gradients", "sm90",
+            "sm90_gradients_kernel", f"{_GLUON}.gradients", "gradients", "sm90",
             support=_SM90._replace(decays=SCALAR_DECAYS, values=range(1, 513)), programs=per_chunk_and_key_tile,
             tiles=fixed_tiles(0, 64), options=fixed_options(),
         ),
         Kernel(
-            "hopper_channel_gradients_kernel", f"{_GLUON}.channel_gradients", "gradients", "sm90",
+            "sm90_channel_gradients_kernel", f"{_GLUON}.channel_gradients", "gradients", "sm90",
             support=_SM90._replace(transitions=("delta",), decays=("channel",), values=range(1, 513)),
             programs=per_chunk_and_key_tile, tiles=fixed_tiles(0, 64), options=fixed_options(), takes_rows=True,
         ),
         Kernel(
-            "hopper_additive_gradients_kernel", f"{_GLUON}.additive_gradients", "gradients", "sm90",
+            "sm90_additive_gradients_kernel", f"{_GLUON}.additive_gradients", "gradients", "sm90",
             support=_SM90._replace(transitions=("additive",), decays=("channel",), values=range(1, 513)),
             programs=per_chunk_and_key_tile, tiles=fixed_tiles(0, 64), options=fixed_options(), takes_rows=True,
         ),
         Kernel(
-            "hopper_dplr_gradients_kernel", f"{_GLUON}.dplr_gradients", "gradients", "sm90",
+            "sm90_dplr_gradients_kernel", f"{_GLUON}.dplr_gradients", "gradients", "sm90",
             # factors of up to 2^60 exceed the range of float16
             support=_SM90_DPLR._replace(dtypes=(torch.bfloat16,)), programs=per_chunk_and_key_tile,
             tiles=fixed_tiles(0, 64), options=_sm90_dplr_gradients_options,

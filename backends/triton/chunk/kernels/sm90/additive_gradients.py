@@ -117,7 +117,7 @@ def add_level(
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def hopper_additive_gradients_kernel(
+def sm90_additive_gradients_kernel(
     q, k, v, log_decay, w, do, states, dstates, du, dq, dk, dlog_decay, dgates, partial, cu, N, slots,
     num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,

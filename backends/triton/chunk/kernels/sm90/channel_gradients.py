@@ -127,7 +127,7 @@ def store_transposed(base, x, stride: gl.constexpr, rows, columns, MASK_COLUMNS:
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def hopper_channel_gradients_kernel(
+def sm90_channel_gradients_kernel(
     q, k, e, v, log_decay, b, do, states, dstates, v_new, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,

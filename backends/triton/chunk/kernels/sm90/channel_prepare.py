@@ -192,7 +192,7 @@ def scaled_products(block, level_32, level_16, row_scales, scale, column_scales,
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
-def hopper_channel_prepare_kernel(
+def sm90_channel_prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,

@@ -78,7 +78,7 @@ def add_by_key(vector, x_s, terms):
 
 
 @gluon.jit(do_not_specialize=["N", "T", "window", "windows"])
-def hopper_dplr_gradients_kernel(
+def sm90_dplr_gradients_kernel(
     q, k, e, v_key, v, log_decay, do, gates, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale,
     T, window, windows,
     HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,

@@ -112,7 +112,7 @@ def add_pairs(
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
-def hopper_dplr_prepare_kernel(
+def sm90_dplr_prepare_kernel(
     q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
     HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip

@@ -294,7 +294,7 @@ def consumer(
 
 
 @gluon.jit(do_not_specialize=["slots", "T"])
-def hopper_fused_backward_kernel(
+def sm90_fused_backward_kernel(
     q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, slopes, cu,
     slots, scale, T,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,

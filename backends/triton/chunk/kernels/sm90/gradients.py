@@ -63,7 +63,7 @@ from deltazoo.backends.triton.device.layout import (
 
 
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def hopper_gradients_kernel(
+def sm90_gradients_kernel(
     q, k, e, v, b, do, gates, states, dstates, v_new, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
     slots, num_scratch_slots, scale, T, window, windows,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,

@@ -114,7 +114,7 @@ def slice_warp_0(gate):
 
 
 @gluon.jit(do_not_specialize=["N", "T"])
-def hopper_prepare_kernel(
+def sm90_prepare_kernel(
     q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
     DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,

@@ -262,7 +262,7 @@ def consumer(
 
 
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "narrow_tile_min_chunks"])
-def hopper_reverse_kernel(
+def sm90_reverse_kernel(
     q, k, e, do, gates, wy_tiles, dstate, dstates, dstates_high, du, dv, starts, cu, scale, T,
     window, windows, num_segments, narrow_tile_min_chunks,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,

@@ -314,7 +314,7 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "narrow_tile_min_chunks"])
-def hopper_scan_kernel(
+def sm90_scan_kernel(
     q, k, e, v, gates, wy_tiles, state, o, final, checkpoints, states, v_new, starts, cu,
     scale, T, window, windows, num_segments, narrow_tile_min_chunks,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,

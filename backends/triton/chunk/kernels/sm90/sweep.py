@@ -86,7 +86,7 @@ def consumer(
 
 
 @gluon.jit(do_not_specialize=["slots", "num_scratch_slots", "T", "window", "windows", "num_segments"])
-def hopper_backward_sweep_kernel(
+def sm90_backward_sweep_kernel(
     q, k, v, b, do, gates, wy_tiles, dstate, states, v_new, dq, dk, dv, dgates, state_products, partial, starts, slopes,
     cu, slots, num_scratch_slots, scale, T, window, windows, num_segments,
     H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
