@@ -40,7 +40,7 @@ COMPILE_BACKEND = [
     ),
     Mutation(
         "compile: a read before the update sees the update", "backends/compile/element_scan.py",
-        "_read(history[:-1] if read_before else history[1:], q[n], o[n])", "_read(history[1:], q[n], o[n])",
+        "_read(history[:-1] if read_before else history[1:], x.q[n], o[n])", "_read(history[1:], x.q[n], o[n])",
         "test", "backends/test_element_scan.py::test_element_scan_matches_the_reference[rows-head-before-1]",
     ),
 ]  # fmt: skip
@@ -218,7 +218,7 @@ BLOCKS = [
     ),
     Mutation(
         "sampling: the temperature multiplies the logits", "blocks/generation/sampling.py",
-        "keepdim=True)) / temperature", "keepdim=True)) * temperature",
+        "keepdim=True)) / sampling.temperature", "keepdim=True)) * sampling.temperature",
         "test", "blocks/test_generate.py::test_top_k_and_top_p_equal_a_direct_computation[None-None-0.5]",
     ),
 ]  # fmt: skip
