@@ -47,6 +47,6 @@ def _print_backends(rows: "list[BackendStatus]", problems: list[str]) -> None:
 
 
 def _verdict(row: "BackendStatus") -> str:
-    if row.chosen:
-        return "chosen"
-    return "supported" if all(reason.startswith("supported; ") for reason in row.reasons) else "refuses"
+    from deltazoo.backends.update.explain import is_supported
+
+    return "chosen" if row.chosen else "supported" if is_supported(row.reasons) else "refuses"

@@ -1,5 +1,6 @@
 """Explain which backend would compute an update, and why the others would not."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from deltazoo.backends.update.base import Backend, UpdateMeta
 from deltazoo.backends.update.check import FLOAT_DTYPES
 from deltazoo.backends.update.dispatch import requested_backend
 from deltazoo.backends.update.spec import UpdateSpec
+
+_SUPPORTED = "supported; "  # begins the reason of a backend that is not chosen although it could compute the update
 
 
 class Verdict(NamedTuple):
@@ -82,13 +85,18 @@ def explain(
         if chosen:
             plan = registry.resolve(candidate).plan(spec, meta, shape, device)
         if not chosen and not reasons:
-            reasons = ["supported; an earlier backend was chosen."]
+            reasons = [f"{_SUPPORTED}an earlier backend was chosen."]
         verdicts.append(Verdict(name, chosen, reasons))
     for name in installed:
         if name not in names:
-            reasons = _reasons(name, spec, meta, device) or ["supported; runs only if requested by name."]
+            reasons = _reasons(name, spec, meta, device) or [f"{_SUPPORTED}runs only if requested by name."]
             verdicts.append(Verdict(name, False, reasons))
     return Explanation(verdicts, plan)
+
+
+def is_supported(reasons: Sequence[str]) -> bool:
+    """Whether a backend with these reasons of a `Verdict` could compute the update."""
+    return all(reason.startswith(_SUPPORTED) for reason in reasons)
 
 
 def _check_meta(meta: UpdateMeta) -> None:

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from deltazoo.backends.io.markdown_text import wrap_prose
 from deltazoo.backends.update import registry
+from deltazoo.backends.update.explain import is_supported
 from deltazoo.blocks.inspect.catalog import MixerEntry, catalog
 from deltazoo.blocks.inspect.show import details
 from deltazoo.mixers.core.config import config_class
@@ -74,17 +75,12 @@ def _zoo_entry(entry: MixerEntry) -> ZooEntry:
         state=cost.state_bytes,
         cache=cost.cache_bytes,
         flops=cost.flops,
-        backends=[row.backend for row in backends if row.backend in BACKENDS and (row.chosen or _can_run(row.reasons))],
+        backends=[row.backend for row in backends if row.backend in BACKENDS and is_supported(row.reasons)],
         source=config_type.source,
         oracle=config_type.oracle,
         lines=len(Path(inspect.getfile(config_type)).read_text().splitlines()),
         config_lines=len(inspect.getsource(config_type).splitlines()),
     )
-
-
-def _can_run(reasons: list[str]) -> bool:
-    """Whether `explain` reports a backend as supported, although it chose another one."""
-    return all(reason.startswith("supported; ") for reason in reasons)
 
 
 def _section(entry: ZooEntry) -> list[str]:
