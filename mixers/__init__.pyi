@@ -63,9 +63,11 @@ from deltazoo.mixers.hgrn2 import HGRN2 as HGRN2
 from deltazoo.mixers.hyena import Hyena as Hyena
 from deltazoo.mixers.kda import KDA as KDA
 from deltazoo.mixers.lfm2_conv import LFM2Conv as LFM2Conv
+from deltazoo.mixers.lightnet import LightNet as LightNet
 from deltazoo.mixers.lightning_attention import LightningAttention as LightningAttention
 from deltazoo.mixers.linear_attention import Based as Based
 from deltazoo.mixers.linear_attention import LinearAttention as LinearAttention
+from deltazoo.mixers.linear_attention import ReBased as ReBased
 from deltazoo.mixers.log_linear_gdn import LogLinearGDN as LogLinearGDN
 from deltazoo.mixers.log_linear_mamba2 import LogLinearMamba2 as LogLinearMamba2
 from deltazoo.mixers.longhorn import Longhorn as Longhorn

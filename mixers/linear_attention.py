@@ -1,4 +1,4 @@
-"""Linear attention, attention with a kernel phi(q)^T phi(k) as a recurrence, and Based, with Taylor features."""
+"""Linear attention, attention with a kernel phi(q)^T phi(k) as a recurrence, and its forms Based and ReBased."""
 
 from abc import ABC
 from typing import ClassVar, Self
@@ -7,11 +7,11 @@ from pydantic import Field, model_validator
 
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
-from deltazoo.mixers.core.part import HeadShape, Parts
+from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, FeatureMap
 from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
-from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.norms import HeadNorm, SharedLayerNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
@@ -21,9 +21,9 @@ class LinearAttentionConfig(HeadConfig, ABC):
     def spec(self) -> UpdateSpec:
         return UpdateSpec(transition="additive", scale=self.scale)
 
-    def normalised(self, shape: HeadShape, feature: Feature) -> Parts:
-        """Create the parts of o_t = S_t^T phi(q_t) / phi(q_t)^T sum_(s <= t) phi(k_s)."""
-        operands = {"feature": FeatureMap(feature), "ones": NormaliserColumn()}
+    def normalised(self, shape: HeadShape, feature: Feature, before: dict[str, OperandPart] | None = None) -> Parts:
+        """Create the parts of o_t = S_t^T phi(q_t) / phi(q_t)^T sum_(s <= t) phi(k_s). Args: before: phi."""
+        operands = (before or {}) | {"feature": FeatureMap(feature), "ones": NormaliserColumn()}
         return Parts(QKVProjection(shape), operands, {"norm": Normalise(self.norm_eps)})
 
 
@@ -78,3 +78,29 @@ class Based(LinearAttentionConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         return self.normalised(shape, "taylor")
+
+
+class ReBased(LinearAttentionConfig):
+    """o_t = sum_(s <= t) a_ts^2 v_s / sum_(s <= t) a_ts^2 with a_ts = phi(q_t)^T phi(k_s) / sqrt(K).
+
+    phi(x) = gain * layer_norm(x) + bias, shared by q, k and all heads, can shift the parabola so that weights become 0,
+    which Based's cannot. The state sums the products of pairs of channels of phi(k).
+    """
+
+    name: ClassVar[str] = "rebased"
+    family: ClassVar[str] = "linear attention"
+    purpose: ClassVar[str] = "Based with a learned quadratic kernel"
+    source: ClassVar[str] = "Aksenov 2024, arXiv 2402.10644"
+    oracle: ClassVar[str] = "its equation as masked attention in float64"
+    heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")
+    key_width: int | None = Field(
+        default=16, ge=1, description="K per head, before the feature map; None: width / heads"
+    )
+    scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on S^T phi(q); it cancels")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the normaliser and of the layer norm")
+
+    def shape(self, width: int) -> HeadShape:
+        return self.head_shape(width, default_heads=max(1, width // 64))
+
+    def parts(self, shape: HeadShape, place: Place) -> Parts:
+        return self.normalised(shape, "quadratic", {"qk_norm": SharedLayerNorm(shape, self.norm_eps)})

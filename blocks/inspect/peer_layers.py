@@ -135,6 +135,11 @@ FLA_LAYERS: dict[str, FlaLayer] = {
     "linear_attention": FlaLayer(
         "LinearAttention", lambda c, w: _expansions(c, w) | {"feature_map": "elu", "output_norm": "identity"}
     ),
+    "lightnet": FlaLayer(
+        "LightNetAttention",
+        lambda c, w: {"num_heads": c.shape(w).heads, "expand_ratio": None, "gate_low_rank_dim": c.gate_rank},
+        frozenset({"gate_rank"}),
+    ),
     "log_linear_mamba2": FlaLayer("LogLinearMamba2", lambda c, w: _mamba2(c, w) | {"use_bias": False}),
     "mamba": FlaLayer(
         "Mamba",
@@ -177,6 +182,14 @@ FLA_LAYERS: dict[str, FlaLayer] = {
     ),
     "preconditioned_deltanet": FlaLayer("PrecondGatedDeltaNet", _head_sizes),
     "preconditioned_kda": FlaLayer("PrecondKDA", _head_sizes),
+    "rebased": FlaLayer(
+        "ReBasedLinearAttention",
+        lambda c, w: {
+            "num_heads": c.shape(w).heads,
+            "num_key_value_heads": c.shape(w).value_heads,
+            "feature_dim": c.shape(w).key_width,
+        },
+    ),
     "retnet": FlaLayer("MultiScaleRetention", _expansions),
     "rwkv6": FlaLayer("RWKV6Attention", _expansions),
     "rwkv7": FlaLayer("RWKV7Attention", lambda c, w: {"head_dim": c.shape(w).key_width, "num_hidden_layers": 24}),

@@ -40,6 +40,7 @@ from deltazoo.mixers.parts.gates.output_gates import OutputGate as OutputGate
 from deltazoo.mixers.parts.gates.output_gates import OutputSilu as OutputSilu
 from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate as PrecomputedGate
 from deltazoo.mixers.parts.gates.rg_lru import RGLRUGate as RGLRUGate
+from deltazoo.mixers.parts.gates.softmax_keys import SoftmaxKeys as SoftmaxKeys
 from deltazoo.mixers.parts.low_rank import LowRank as LowRank
 from deltazoo.mixers.parts.low_rank import Ranks as Ranks
 from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve as ConjugateGradientSolve
@@ -51,6 +52,7 @@ from deltazoo.mixers.parts.normaliser import Normalise as Normalise
 from deltazoo.mixers.parts.normaliser import NormaliserColumn as NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm as HeadNorm
 from deltazoo.mixers.parts.norms import RMSNorm as RMSNorm
+from deltazoo.mixers.parts.norms import SharedLayerNorm as SharedLayerNorm
 from deltazoo.mixers.parts.norms import UnitNorm as UnitNorm
 from deltazoo.mixers.parts.norms import rms_norm as rms_norm
 from deltazoo.mixers.parts.norms import unit_norm as unit_norm

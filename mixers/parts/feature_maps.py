@@ -13,9 +13,9 @@ from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_aut
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, ResizesHeads
 
-Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp", "taylor"]
+Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp", "taylor", "quadratic"]
 # Features with phi(q)^T phi(k) >= 0
-POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp", "taylor")
+POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp", "taylor", "quadratic")
 DPFP_ROLLS = 3
 
 
@@ -25,7 +25,8 @@ class FeatureMap(OperandPart, ResizesHeads):
     elu+1 is from Katharopoulos 2006.16236; softmax is over the channels. dpfp multiplies [relu(x), relu(-x)] by its
     first `DPFP_ROLLS` cyclic shifts (Schlag 2102.11174), so that K becomes 2 * DPFP_ROLLS * K. taylor approximates
     exp(a) for a = q^T k / sqrt(K): phi(q)^T phi(k) = 1 + a + a^2 / 2 (Based 2402.18668). As a^2 is symmetric in pairs
-    of channels, K becomes 1 + K + K (K + 1) / 2.
+    of channels, K becomes 1 + K + K (K + 1) / 2. quadratic has phi(q)^T phi(k) = a^2 (ReBased 2402.10644), so that K
+    becomes K (K + 1) / 2.
     """
 
     def __init__(self, feature: Feature) -> None:
@@ -93,7 +94,8 @@ def feature_width(feature: Feature, key_width: int) -> int:
     """Return the number of features of a key of width K."""
     if feature == "dpfp":
         return 2 * DPFP_ROLLS * key_width
-    return 1 + key_width + key_width * (key_width + 1) // 2 if feature == "taylor" else key_width
+    pairs = key_width * (key_width + 1) // 2
+    return {"taylor": 1 + key_width + pairs, "quadratic": pairs}.get(feature, key_width)
 
 
 def phi(feature: Feature, x: Tensor) -> Tensor:
@@ -111,15 +113,17 @@ def phi(feature: Feature, x: Tensor) -> Tensor:
         both = torch.cat([x.relu(), (-x).relu()], -1)
         return torch.cat([both * both.roll(j, -1) for j in range(1, DPFP_ROLLS + 1)], -1)
     if feature == "taylor":
-        return _taylor(x)
+        x = x * x.shape[-1] ** -0.25
+        return torch.cat([torch.ones_like(x[..., :1]), x, 0.5**0.5 * _pairs(x)], -1)
+    if feature == "quadratic":
+        return _pairs(x * x.shape[-1] ** -0.25)
     return x
 
 
-def _taylor(x: Tensor) -> Tensor:
-    """Return [1, x_i, x_i^2 / sqrt(2), x_i x_j for i < j] with x divided by the fourth root of K."""
+def _pairs(x: Tensor) -> Tensor:
+    """Return [x_i^2, sqrt(2) x_i x_j for i < j], whose product with that of y is (x^T y)^2."""
     K = x.shape[-1]
-    x = x * K**-0.25
     # Cyclic shifts by up to K / 2 give each pair of channels once; that by K / 2 gives it twice, so half of it is kept.
     pairs = [x * x.roll(shift, -1) for shift in range(1, (K + 1) // 2)]
     half = [x[..., : K // 2] * x[..., K // 2 :]] if K % 2 == 0 else []
-    return torch.cat([torch.ones_like(x[..., :1]), x, x * x * 0.5**0.5, *pairs, *half], -1)
+    return torch.cat([x * x, 2**0.5 * torch.cat([*pairs, *half], -1)] if K > 1 else [x * x], -1)

@@ -7,7 +7,7 @@ B batch, T time, H key heads, HV value heads, K key width, V value width
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +174,39 @@ class UnitNorm(OperandPart):
 
     def extra_repr(self) -> str:
         return f"{self.norm!r}, which={self.which!r}"
+
+
+class SharedLayerNorm(OperandPart):
+    """q, k <- gain * (x - mean(x)) / sqrt(var(x) + eps) + bias, with one gain and bias [K] for q, k and all heads.
+
+    Initialisation: gain 1, bias 0.
+    Source: ReBased, Aksenov 2024, 2402.10644.
+    """
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    def __init__(self, shape: HeadShape, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight, self.bias = (nn.Parameter(torch.empty(shape.key_width)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return inputs._replace(q=self._norm(inputs.q), k=self._norm(inputs.k)), None
+
+    def _norm(self, x: Tensor) -> Tensor:
+        dtype = state_dtype(x.dtype)
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return torch.nn.functional.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps:g}"
 
 
 def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,10 @@ from deltazoo.mixers import (
     Based,
     GatedRetNet,
     GatedRFA,
+    LightNet,
     LinearAttention,
     Mamba3,
+    ReBased,
     RetNet,
     SimpleGLA,
 )
@@ -85,6 +87,30 @@ def based(w: Weights, x: Tensor) -> Tensor:
     a = torch.einsum("bthk,bshk->bhts", q, k) / K**0.5
     weight = (1 + a + a**2 / 2).tril()
     return out(w, torch.einsum("bhts,bshv->bthv", weight / weight.sum(-1, keepdim=True), v))
+
+
+def rebased(w: Weights, x: Tensor) -> Tensor:
+    q, k, v = qkv(w, x)
+    gain, bias = w["operands.qk_norm.weight"], w["operands.qk_norm.bias"]
+    q, k = (
+        gain * (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() + bias
+        for y in (q, k)
+    )
+    weight = (torch.einsum("bthk,bshk->bhts", q, k) / K**0.5).square().tril()
+    return out(w, torch.einsum("bhts,bshv->bthv", weight / (weight.sum(-1, keepdim=True) + 1e-5), v))
+
+
+def lightnet(w: Weights, x: Tensor) -> Tensor:
+    """The softmax over time of each channel of k, computed for every t without a recurrence."""
+    q, k, v = qkv(w, x)
+    q = F.silu(q)
+    rows = []
+    for t in range(T):
+        S = torch.einsum("bshk,bshv->bhkv", k[:, : t + 1].softmax(1), v[:, : t + 1])
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) * K**-0.5)
+    o = torch.stack(rows, 1).flatten(2)
+    o = w["outputs.norm.weight"] * o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return out(w, gate(w, x, o.view(2, T, HV, V)))
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
@@ -246,6 +272,8 @@ CASES: dict[str, Case] = {
     "linear_attention, dpfp": linear_attention_case("dpfp", dpfp),
     "linear_attention, silu": (LinearAttention(**HEADS, feature="silu", normaliser=False), silu_linear_attention),
     "based": (Based(**HEADS), based),
+    "rebased": (ReBased(**HEADS), rebased),
+    "lightnet": (LightNet(**HEADS, gate_rank=3), lightnet),
     "retnet": (RetNet(**HEADS), retnet),
     "gated_retnet": (GatedRetNet(**HEADS), gated_retnet),
     "gla": (GLA(**HEADS, gate_rank=3), gla),

@@ -1,0 +1,38 @@
+"""Keys that are a softmax over time, with the decay that makes them a recurrence.
+
+B batch, T time, H heads, K key width, N sequences
+"""
+
+from torch import Tensor
+
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.parts.attention.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
+from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
+
+
+class SoftmaxKeys(OperandPart, Stateful):
+    """k_t <- exp(k_t - z_t) and log a_t = z_(t-1) - z_t with z_t = log sum_(i <= t) exp(k_i) for each channel.
+
+    k is clamped to +-`SCORE_BOUND`, so that z needs no rescaling.
+
+    State: z, [B, H K].
+    Source: LightNet, Qin 2024, 2405.21022.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.channels = shape.heads * shape.key_width
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor:
+        return initial_logsumexp(batch, self.channels, like)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        k = inputs.k
+        score = k.flatten(2).to(state_dtype(k.dtype)).clamp(-SCORE_BOUND, SCORE_BOUND)
+        z, previous_z, new_state = running_logsumexp(score, state, context)
+        keys, log_decay = ((score - z).exp().view(k.shape), clamp_nonpositive(previous_z - z).view(k.shape))
+        return inputs._replace(k=keys.to(k.dtype), log_decay=log_decay), new_state
