@@ -85,6 +85,7 @@ from deltazoo.mixers.preconditioned_deltanet import PreconditionedDeltaNet as Pr
 from deltazoo.mixers.preconditioned_deltanet import PreconditionedKDA as PreconditionedKDA
 from deltazoo.mixers.retnet import RetNet as RetNet
 from deltazoo.mixers.rg_lru import RGLRU as RGLRU
+from deltazoo.mixers.rodimus import Rodimus as Rodimus
 from deltazoo.mixers.rwkv4 import RWKV4 as RWKV4
 from deltazoo.mixers.rwkv6 import RWKV6 as RWKV6
 from deltazoo.mixers.rwkv7 import RWKV7 as RWKV7

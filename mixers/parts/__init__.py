@@ -35,6 +35,7 @@ _PARTS = {
     "memory.feedback": ["Feedback"],
     "gates.forget_gates": ["ForgetGate"],
     "gates.softmax_keys": ["SoftmaxKeys"],
+    "gates.tempered_gates": ["ConvolvedSkip", "TemperedProjection"],
     "memory.log_linear": ["LogLinearUpdate"],
     "low_rank": ["LowRank", "Ranks"],
     "ssm.mamba3": ["AccumulatedRotary", "BiasedNorm", "PresentWrite", "TrapezoidalGates", "TrapezoidalWrite"],

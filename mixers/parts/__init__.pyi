@@ -41,6 +41,8 @@ from deltazoo.mixers.parts.gates.output_gates import OutputSilu as OutputSilu
 from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate as PrecomputedGate
 from deltazoo.mixers.parts.gates.rg_lru import RGLRUGate as RGLRUGate
 from deltazoo.mixers.parts.gates.softmax_keys import SoftmaxKeys as SoftmaxKeys
+from deltazoo.mixers.parts.gates.tempered_gates import ConvolvedSkip as ConvolvedSkip
+from deltazoo.mixers.parts.gates.tempered_gates import TemperedProjection as TemperedProjection
 from deltazoo.mixers.parts.low_rank import LowRank as LowRank
 from deltazoo.mixers.parts.low_rank import Ranks as Ranks
 from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve as ConjugateGradientSolve

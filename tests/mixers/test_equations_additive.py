@@ -19,6 +19,7 @@ from equations import (
     V,
     Weights,
     assert_equals_equation,
+    conv,
     gate,
     layer_norm,
     linear,
@@ -54,6 +55,7 @@ from deltazoo.mixers import (
     Mamba3,
     ReBased,
     RetNet,
+    Rodimus,
     SimpleGLA,
 )
 from deltazoo.mixers.parts.feature_maps import Feature
@@ -111,6 +113,23 @@ def lightnet(w: Weights, x: Tensor) -> Tensor:
     o = torch.stack(rows, 1).flatten(2)
     o = w["outputs.norm.weight"] * o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     return out(w, gate(w, x, o.view(2, T, HV, V)))
+
+
+def rodimus(w: Weights, x: Tensor) -> Tensor:
+    u = linear(w, "project.to_u", x)
+    c = F.silu(conv(w, "project.conv", u))
+    g = torch.log1p(torch.exp(linear(w, "project.to_g", c)))
+    tau = torch.sigmoid(linear(w, "project.to_tau", c))
+    k = linear(w, "project.to_k", c)
+    k = k / k.norm(dim=-1, keepdim=True) * g**tau
+    v = torch.sigmoid(linear(w, "project.value_gate", u)) * u
+    q, decay = linear(w, "project.to_q", c) * K**-0.5, torch.exp(-g * tau)
+    S, rows = torch.zeros(2, K, v.shape[-1], dtype=x.dtype), []
+    for t in range(T):
+        S = decay[:, t, :, None] * S + k[:, t, :, None] * v[:, t, None, :]
+        rows.append((q[:, t, None] @ S)[:, 0])
+    o = (torch.stack(rows, 1) + w["outputs.skip.D"] * c) * F.silu(linear(w, "outputs.gate.proj", x))
+    return out(w, w["outputs.norm.weight"] * o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
@@ -273,6 +292,7 @@ CASES: dict[str, Case] = {
     "linear_attention, silu": (LinearAttention(**HEADS, feature="silu", normaliser=False), silu_linear_attention),
     "based": (Based(**HEADS), based),
     "rebased": (ReBased(**HEADS), rebased),
+    "rodimus": (Rodimus(key_width=K, gate_rank=3), rodimus),
     "lightnet": (LightNet(**HEADS, gate_rank=3), lightnet),
     "retnet": (RetNet(**HEADS), retnet),
     "gated_retnet": (GatedRetNet(**HEADS), gated_retnet),

@@ -1,0 +1,92 @@
+"""The projection of Rodimus: one head whose decay and write strength share a gate with a learned exponent.
+
+B batch, T time, D width, K key width, C channels of the value
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.part import GateLinear, HeadShape, OutputArguments, OutputPart, Stateful
+from deltazoo.mixers.core.part import projection as low_rank_map
+from deltazoo.mixers.parts.convolution import ShortConv
+
+DECAY_RANGE = (1e-3, 0.1)  # of the initial g
+EXPONENT_RANGE = (1 / 16, 0.9)  # of the initial tau
+GAIN = 2**-2.5  # of the initial weights of the gates
+
+
+class TemperedProjection(nn.Module, Stateful):
+    """u = W x, c = silu(conv(u)), q = W c, k = g^tau W c / |W c|, v = sigmoid(W_2 W_1 u + b) * u, log a = -g tau.
+
+    g = softplus(W c + b) and tau = sigmoid(W c + b), [B, T, K], in float32. Returns the intermediate "convolved": c.
+
+    Args: rank: of the value's gate.
+    Initialisation: weights of the gates Xavier uniform with gain 2^-2.5; softplus(b) of g log-uniform in 0.001 to 0.1,
+    sigmoid(b) of tau uniform in 1/16 to 0.9; the bias of the value's gate 0.
+    State: the convolution's, [B, conv_width - 1, C].
+    Source: Rodimus, He 2025, 2410.06577; initial values, fla's `modeling_rodimus.py`.
+    """
+
+    def __init__(self, shape: HeadShape, rank: int, conv_width: int) -> None:
+        super().__init__()
+        K, C = shape.key_width, shape.value_width
+        self.to_u = nn.Linear(shape.width, C, bias=False)
+        self.conv = ShortConv(C, conv_width, True, [ConvPart(C, silu=True)])
+        self.to_q, self.to_k = nn.Linear(C, K, bias=False), nn.Linear(C, K, bias=False)
+        self.to_g, self.to_tau = GateLinear(C, K), GateLinear(C, K)
+        self.value_gate = low_rank_map(C, C, rank, bias=True)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for layer in (self.to_g, self.to_tau, *self.value_gate.children()):
+            nn.init.xavier_uniform_(layer.weight, gain=GAIN)
+        nn.init.zeros_(self.value_gate[1].bias)
+        low, high = map(math.log, DECAY_RANGE)
+        g = torch.empty_like(self.to_g.bias, dtype=torch.float32).uniform_(low, high).exp()
+        self.to_g.bias.copy_(g + torch.log(-torch.expm1(-g)))
+        tau = torch.empty_like(self.to_tau.bias, dtype=torch.float32).uniform_(*EXPONENT_RANGE)
+        self.to_tau.bias.copy_(tau.logit())
+
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        return self.conv.init_state(batch, like)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None, dict[str, Tensor]]:
+        u = self.to_u(x)
+        (c,), state = self.conv(u, state, context)
+        g, tau = F.softplus(self.to_g(c)), self.to_tau(c).sigmoid()
+        k = self.to_k(c)
+        k = F.normalize(k.to(state_dtype(k.dtype)), dim=-1) * g**tau
+        v = self.value_gate(u).sigmoid() * u
+        q, k, v = (y.unsqueeze(2) for y in (self.to_q(c), k.to(v.dtype), v))
+        return UpdateInputs(q, k, v, log_decay=(-g * tau).unsqueeze(2)), state, {"convolved": c}
+
+
+class ConvolvedSkip(OutputPart):
+    """o <- o + D * c with a weight D per channel and the projection's convolved channels c. Initialisation: D = 1."""
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("D",)
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.D = nn.Parameter(torch.empty(shape.value_heads * shape.value_width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.D)
+
+    def forward(
+        self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        c = context.intermediate("convolved").view(o.shape)
+        dtype = state_dtype(o.dtype)
+        return (o.to(dtype) + self.D.to(dtype).view(o.shape[2:]) * c.to(dtype)).to(o.dtype), None
