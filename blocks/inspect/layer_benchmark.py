@@ -3,16 +3,12 @@
 The layers are measured one after the other, each alone in memory. B batch, T time, D width
 """
 
-import functools
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.io.errors import ConfigError, DeltazooError
 from deltazoo.backends.io.frozen_config import FrozenConfig
@@ -21,22 +17,22 @@ from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.table import Note, Table, group, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
-from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.cuda_graph import Call
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.backends.update import registry
 from deltazoo.blocks.inspect.describe import parameter_count
-from deltazoo.blocks.inspect.peer_layers import fla_layer
+from deltazoo.blocks.inspect.layer_calls import FlaLayer, LayerCalls, LayerInput, OurLayer
 from deltazoo.blocks.spec import pattern
 from deltazoo.blocks.spec.parsing import parse_mixer
 from deltazoo.mixers.core.config import config_class
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Mixer, MixerConfig
+from deltazoo.mixers.core.mixer import MixerConfig
 from deltazoo.mixers.core.patterns import Name
 
-OURS, FLA = "deltazoo", "fla"
 Library = Literal["deltazoo", "fla"]
+OURS: Library = "deltazoo"
+FLA: Library = "fla"
 _COPIED = 2**30  # bytes of the copy that measures the speed of the memory
 _ORDER: tuple[Direction, ...] = ("backward", "forward", "decode")  # training first: nothing warms up its first call
-_MORE_TOKENS = 64  # room in the caches for the tokens that decoding adds
 
 
 class LayerBenchConfig(FrozenConfig):
@@ -259,7 +255,15 @@ def _measure(row: LayerRow, mixer: MixerConfig, benchmark: LayerBenchmark, progr
     """Measure one layer in all directions. Args: row: names the layer and the library."""
     config, task = benchmark.config, f"{row.layer} {row.library}"
     try:
-        calls: LayerCalls = (OurLayer if row.library == OURS else FlaLayer)(mixer, config)
+        size = LayerInput(
+            config.batch,
+            config.length,
+            config.width,
+            usable_device(config.device),
+            getattr(torch, config.dtype),
+            config.seed,
+        )
+        calls: LayerCalls = (OurLayer if row.library == OURS else FlaLayer)(mixer, size)
     except Exception as failure:  # other packages raise ImportError for their optional requirements
         reason = str(failure) if isinstance(failure, DeltazooError) else failure_reason(failure)
         yield from (
@@ -279,7 +283,7 @@ def _measure(row: LayerRow, mixer: MixerConfig, benchmark: LayerBenchmark, progr
 
 
 def _time(
-    calls: "LayerCalls", direction: Direction, config: LayerBenchConfig, progress: Progress, task: str
+    calls: LayerCalls, direction: Direction, config: LayerBenchConfig, progress: Progress, task: str
 ) -> dict[str, float]:
     device = calls.x.device
     progress(task, 0, config.rounds, "first call")
@@ -294,114 +298,3 @@ def _time(
     low, middle, high = times.percentiles_ms()
     figures = {"first_call_s": first, "median_ms": middle, "low_ms": low, "high_ms": high, "rounds": len(times.seconds)}
     return figures | ({} if peak is None else {"peak_mib": peak / 2**20})
-
-
-class LayerCalls(ABC):
-    """A layer on a device, as calls without arguments that can be timed."""
-
-    def __init__(self, module: nn.Module, config: LayerBenchConfig) -> None:
-        self.config, dtype = config, getattr(torch, config.dtype)
-        self.module = module.to(config.device, dtype)
-        torch.manual_seed(config.seed)
-        self.x = torch.randn(config.batch, config.length, config.width, device=config.device, dtype=dtype)
-        self.next_x = torch.randn_like(self.x[:, :1])
-
-    def begin(self, direction: Direction) -> Call:
-        """Run the first call in a direction, and return the calls after it."""
-        if direction == "decode":
-            self.module.eval()
-            with torch.no_grad():
-                return self.decoding()
-        self.module.train()
-        call = self._training() if direction == "backward" else torch.no_grad()(lambda: self.forward(self.x))
-        call()
-        return call
-
-    def _training(self) -> Call:
-        x = self.x.detach().requires_grad_()
-        weight = torch.randn_like(x)
-
-        def call() -> None:
-            self.forward(x).backward(weight)
-            x.grad = None
-            self.module.zero_grad()
-
-        return call
-
-    @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Return y [B, T, D]."""
-
-    @abstractmethod
-    def decoding(self) -> Call:
-        """Read x, decode one token, and return a call that decodes another one."""
-
-
-class OurLayer(LayerCalls):
-    """A mixer of deltazoo, compiled as one graph."""
-
-    def __init__(self, mixer: MixerConfig, config: LayerBenchConfig) -> None:
-        torch.manual_seed(config.seed)
-        with torch.device(config.device):
-            built = mixer.build(config.width, FIRST_PLACE)
-        super().__init__(built, config)
-        self.compiled = torch.compile(self.module, fullgraph=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.compiled(x)[0]
-        return y
-
-    def decoding(self) -> Call:
-        state = self._state(self.config.length + _MORE_TOKENS)
-        self._read(self.module, self.x, state)
-        step = functools.partial(self._read, self.compiled, self.next_x, state)
-        if self.x.device.type == "cuda":
-            return torch.no_grad()(capture(step, self.x.device, warm_ups=3))
-        step()
-        return torch.no_grad()(step)
-
-    def decoded_bytes(self) -> int:
-        """Weights and caches are read, states without a capacity are read and written."""
-        weights = sum(weight.nbytes for weight in self.module.parameters())
-        empty, full = (
-            sum(tensor.nbytes for tensor in tree_leaves(self._state(capacity)))
-            for capacity in (1, 1 + self.config.length)
-        )
-        return weights + 2 * empty + (full - empty)
-
-    def _state(self, capacity: int) -> Any:
-        assert isinstance(self.module, Mixer)
-        with torch.no_grad():
-            return self.module.init_state(self.config.batch, capacity)
-
-    @staticmethod
-    def _read(module: Callable[..., Any], x: Tensor, state: Any) -> None:
-        """Run the layer and leave the new state in the tensors of the old one."""
-        new_state = module(x, state)[1]
-        for old, new in zip(tree_leaves(state), tree_leaves(new_state), strict=True):
-            if new is not old:
-                old.copy_(new)
-
-
-class FlaLayer(LayerCalls):
-    """A layer of flash-linear-attention. It runs eagerly, with the cache of its package."""
-
-    def __init__(self, mixer: MixerConfig, config: LayerBenchConfig) -> None:
-        super().__init__(fla_layer(mixer, config.width), config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.module(x)
-        y: Tensor = output[0] if isinstance(output, tuple) else output
-        return y
-
-    def decoding(self) -> Call:
-        from fla.models.utils import Cache
-
-        cache = Cache()
-
-        def read(x: Tensor) -> None:
-            self.module(x, past_key_values=cache, use_cache=True)
-
-        read(self.x)
-        read(self.next_x)
-        return torch.no_grad()(lambda: read(self.next_x))

@@ -14,7 +14,6 @@ from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OutputArguments, OutputPart, Stateful
-from deltazoo.mixers.core.part import projection as low_rank_map
 from deltazoo.mixers.parts.convolution import ShortConv
 
 DECAY_RANGE = (1e-3, 0.1)  # of the initial g
@@ -41,14 +40,16 @@ class TemperedProjection(nn.Module, Stateful):
         self.conv = ShortConv(C, conv_width, True, [ConvPart(C, silu=True)])
         self.to_q, self.to_k = nn.Linear(C, K, bias=False), nn.Linear(C, K, bias=False)
         self.to_g, self.to_tau = GateLinear(C, K), GateLinear(C, K)
-        self.value_gate = low_rank_map(C, C, rank, bias=True)
+        self.value_gate = nn.Sequential(nn.Linear(C, rank, bias=False), nn.Linear(rank, C))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        for layer in (self.to_g, self.to_tau, *self.value_gate.children()):
+        for layer in (self.to_g, self.to_tau, *self.value_gate):
+            assert isinstance(layer, nn.Linear)
             nn.init.xavier_uniform_(layer.weight, gain=GAIN)
-        nn.init.zeros_(self.value_gate[1].bias)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
         low, high = map(math.log, DECAY_RANGE)
         g = torch.empty_like(self.to_g.bias, dtype=torch.float32).uniform_(low, high).exp()
         self.to_g.bias.copy_(g + torch.log(-torch.expm1(-g)))
