@@ -48,7 +48,9 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
 def _claims(group: str, name: str) -> list[EntryPoint]:
     """The entry points with this name, that of deltazoo first."""
     points = [point for point in _entry_points(group) if point.name == name]
-    return sorted(points, key=lambda point: not _is_ours(point))
+    if len(points) > 1:  # reading the name of a distribution parses its metadata
+        points.sort(key=lambda point: not _is_ours(point))
+    return points
 
 
 def _is_ours(point: EntryPoint) -> bool:

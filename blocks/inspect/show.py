@@ -1,5 +1,6 @@
 """Details of one mixer, backend or stack: equation, fields, costs, and which backends compute it."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,12 +184,18 @@ def _stack(name: str, trust: bool) -> Details:
 
 def _presets_with(mixer: str) -> list[str]:
     """Return the presets of published models that contain a mixer; the models of bytes are made for tests."""
+    return [name for name, mixers in _mixers_of_presets().items() if mixer in mixers]
+
+
+@cache
+def _mixers_of_presets() -> dict[str, frozenset[str]]:
+    """Return the names of the mixers in each preset of a published model: parsing all presets takes a second."""
     specs = {name: preset(name) for name in presets.names()}
-    return [
-        name
+    return {
+        name: frozenset(config.name for layer in spec.expand() for config in layer.mixers)
         for name, spec in specs.items()
-        if spec.vocab > _BYTES and any(config.name == mixer for layer in spec.expand() for config in layer.mixers)
-    ]
+        if spec.vocab > _BYTES
+    }
 
 
 def _owner(group: str, name: str) -> str:
