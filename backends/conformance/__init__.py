@@ -3,6 +3,7 @@
 test_conformance = deltazoo.conformance.suite("my_backend")
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -100,9 +101,11 @@ def _supported(
 ) -> tuple[list[Shape], list[torch.dtype], list[UpdateSpec]]:
     """Return the shapes, dtypes and specs that a backend supports in at least one combination."""
 
+    metas = {(shape, dtype): meta_of(shape, dtype, device) for shape in shapes for dtype in dtypes}
+
     def supports(specs: Iterable[UpdateSpec], shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]) -> bool:
-        metas = [meta_of(shape, dtype, device) for shape in shapes for dtype in dtypes]
-        return any(not backend.unsupported(spec, meta) for spec in specs for meta in metas)
+        keys = itertools.product(shapes, dtypes)
+        return any(not backend.unsupported(spec, metas[key]) for key in keys for spec in specs)
 
     specs = [spec for spec in every_spec() if supports([spec], shapes, dtypes)]
     if not specs:
