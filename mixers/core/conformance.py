@@ -17,7 +17,7 @@ from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place
 from deltazoo.mixers.core.state import rollback_, snapshot
 
 T, CAPACITY = 19, 32
-COMPILED_T = 3  # a short sequence: graphs of the plain-PyTorch backends grow with the number of chunks
+COMPILED_T = 2  # a short sequence: graphs of the plain-PyTorch backends grow with the number of chunks
 LATER_PLACE = Place(1, 2)  # some initial values depend on the layer
 EXACT, ROUNDED = 1e-9, 0.03
 
