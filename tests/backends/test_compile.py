@@ -101,10 +101,10 @@ def with_dynamic_lengths(inputs: UpdateInputs) -> UpdateInputs:
     return inputs
 
 
-def assert_one_graph(spec: UpdateSpec, batches: Iterable[UpdateInputs]) -> None:
+def assert_one_graph(spec: UpdateSpec, batches: Iterable[UpdateInputs], compiler: str = "aot_eager") -> None:
     """Compile one graph in the caller's torch.compile, and compare its results on every batch."""
     bound = bind(spec, CompileBackend(chunk=16))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(compiler)
     compiled = torch.compile(lambda inputs: bound(inputs), fullgraph=True, backend=counter)
     for inputs in batches:
         assert_matches_reference(compiled(with_dynamic_lengths(inputs)), spec, inputs)
@@ -113,11 +113,13 @@ def assert_one_graph(spec: UpdateSpec, batches: Iterable[UpdateInputs]) -> None:
 
 @pytest.mark.parametrize("name", TRACED)
 def test_callers_torch_compile_gets_one_graph_for_all_lengths(name: str) -> None:
-    assert_one_graph(TRACED[name], (draw(TRACED[name], 2, T, seed=T) for T in (37, 80, 131, 5)))
+    # AOTAutograd traces the same operators of every spec: the slow test below has the specs with large graphs.
+    compiler = "eager" if name in ("rate, channel beta, longhorn", "dplr") else "aot_eager"
+    assert_one_graph(TRACED[name], (draw(TRACED[name], 2, T, seed=T) for T in (37, 80, 131, 5)), compiler)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SPECS if name not in TRACED])
+@pytest.mark.parametrize("name", SPECS)
 def test_every_spec_compiles_to_one_graph_for_all_lengths(name: str) -> None:
     assert_one_graph(SPECS[name], (draw(SPECS[name], 2, T, seed=T) for T in (37, 80, 131, 5)))
 

@@ -96,7 +96,7 @@ def test_a_coefficient_of_zero_records_no_loss(build, tokens):
 
 
 def test_checkpointed_and_compiled_layers_count_each_loss_once(small_model, tokens):
-    tokens_BT = tokens(2, 3)
+    tokens_BT = tokens(2, 2)
 
     def run() -> tuple[Losses, list[Tensor]]:
         losses = small_model.losses(tokens_BT, tokens_BT)
@@ -167,7 +167,7 @@ def test_equal_layers_with_losses_share_a_graph(small_model, tokens):
 def test_losses_compile_to_one_graph(small_model, tokens):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    tokens_BT = tokens(2, 3)
+    tokens_BT = tokens(2, 2)
     expected = small_model.losses(tokens_BT, tokens_BT)
     actual = torch.compile(small_model.losses, fullgraph=True, backend=counter)(tokens_BT, tokens_BT)
     assert counter.frame_count == 1

@@ -19,7 +19,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-@pytest.mark.parametrize("arguments", ["list presets", "list presets --json", "--version"])
+@pytest.mark.parametrize("arguments", ["list mixers", "list mixers --json", "--version"])
 def test_a_full_stdout_is_one_sentence(arguments: str) -> None:
     result = shell(f'"$@" {arguments} > /dev/full')
     assert result.stderr == "deltazoo: cannot write to stdout: No space left on device\n"
@@ -28,13 +28,13 @@ def test_a_full_stdout_is_one_sentence(arguments: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sh")
 def test_a_closed_stdout_is_one_sentence() -> None:
-    result = shell('"$@" list presets >&-')
+    result = shell('"$@" list mixers >&-')
     assert result.stderr == "deltazoo: cannot write to stdout: it is closed\n"
     assert result.returncode == 2
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sh")
-@pytest.mark.parametrize("arguments", ["list presets", "schema", "schema --json"])
+@pytest.mark.parametrize("arguments", ["list mixers", "schema", "schema --json"])
 def test_a_reader_that_stops_early_ends_the_command_silently(arguments: str) -> None:
     result = shell(f'"$@" {arguments} | true')
     assert result.stderr == ""
