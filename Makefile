@@ -22,6 +22,12 @@ OLDEST := torch==2.11.0 triton==3.6.0 "setuptools>=77,<82"
 BASELINE := tests/bench/baseline
 INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element prefetch triton_cross_entropy triton_glu triton_norm triton_hopper hopper_numbers channel_prepare short_conv fused_step precompile)
 
+# A worker that has no test left takes some of another's.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
+# The suites start many processes, which would compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-kernels test-oldest test-gpu test-integrations test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
@@ -29,31 +35,31 @@ demo: $(READY)
 
 # Every mixer, backend and command; then one interpreter case for each kernel phase. One process per core, one thread each.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not kernels" $(ARGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m kernel_smoke $(INTERPRETED)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels" $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) -m kernel_smoke $(INTERPRETED)
 
 # All kernels without a GPU: compiled for sm_90, then run in Triton's interpreter and on the Gluon stand-in.
 test-kernels: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "kernels and not slow" tests/backends $(ARGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(INTERPRETED) $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "kernels and not slow" tests/backends $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) $(INTERPRETED) $(ARGS)
 
 # The unit tests with the oldest supported torch and Triton, whose torch.compile has had errors that newer versions do not have.
 test-oldest:
 	$(PYTHON) -m venv build/oldest
 	grep -v "^torch==\|^triton==\|^setuptools==" constraints.txt > build/oldest/constraints.txt
 	build/oldest/bin/pip install -q -c build/oldest/constraints.txt $(OLDEST) -e ".[dev]"
-	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto -m "not slow and not kernels" $(ARGS)
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow and not kernels" $(ARGS)
 
-# Every mixer and MLP with other libraries (peft, bitsandbytes, torchao, accelerate) and with FSDP2: 15 minutes on two cores.
 # The tests that need a GPU, in SHARDS parts of at most 10 minutes on 16 cores; SHARD names one.
 SHARD ?= 1
 SHARDS ?= 2
 test-gpu: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --gpu $(SHARD)/$(SHARDS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) --gpu $(SHARD)/$(SHARDS) $(ARGS)
 
+# Every mixer and MLP with other libraries (peft, bitsandbytes, torchao, accelerate) and with FSDP2: 15 minutes on two cores.
 test-integrations: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[integrations]"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/integrations $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/integrations $(ARGS)
 
 # Both, and the GPU tests, which skip themselves without a GPU.
 test-all: test test-kernels
@@ -87,10 +93,10 @@ bench-baseline: $(READY)
 cpu-table: $(READY)
 	$(BIN)/deltazoo bench --backends compile,reference --markdown docs/benchmarks.md $(ARGS)
 
-# The full product of specs, shapes and dtypes: five to six hours of one core. Parts are selected by name:
-# make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'".
+# The full product of specs, shapes and dtypes, and graphs of all mixers: six hours of one core. Parts are selected by name:
+# make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'", ARGS="-k test_mixer_has_property".
 conformance: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/backends -n auto $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m slow tests/backends tests/mixers tests/blocks $(ARGS)
 
 # Compile every kernel for all supported Triton versions and GPU architectures: hours of one core. Parts:
 # make portability ARGS="--triton 3.9.0 --devices sm_89,sm_100 --updates gdn,kda --widths 128,256". See docs/portability.md.

@@ -19,7 +19,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 GPU = ("GPU", "CUDA")  # in the reason of a skip
-ELSEWHERE = (*GPU, "TRITON_INTERPRET")
+ELSEWHERE = (*GPU, "TRITON_INTERPRET", "interpreter")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that need a GPU or Triton's interpreter where there is none, and with --gpu all others."""
+    """Deselect the tests that need a GPU, Triton's interpreter or its compiler where there is none; with --gpu all others."""
     shard = config.getoption("--gpu")
     if shard is None:
         kept = [item for item in items if not runs_elsewhere(item)]
