@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_configs import OURS, WIDTH, ZOO
+from small_configs import OURS, SAME_PARTS, WIDTH, ZOO
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.update.base import Backend
@@ -43,6 +43,12 @@ def update_config(request: pytest.FixtureRequest) -> UpdateConfig:
 
 @pytest.fixture(params=OURS)
 def one_of_each(request: pytest.FixtureRequest) -> MixerConfig:
+    return ZOO[request.param]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SAME_PARTS)) for name in OURS])
+def memory(request: pytest.FixtureRequest) -> MixerConfig:
+    """One of each mixer, as a memory of a mixture; those with the same parts as others are slow."""
     return ZOO[request.param]
 
 

@@ -22,6 +22,7 @@ from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Mixer, State
 
 WIDTH, T = 16, 2
+CHUNKED = CompileBackend(chunk=16, compiled=False)  # graphs grow with the chunk
 OURS = [x for x in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, x).startswith("deltazoo ")]
 
 # One mixer for each kind of state and each way to handle padding.
@@ -104,7 +105,7 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sliding_window", "gated_deltanet"])
 def test_packed_prefill_is_one_graph(zoo: dict[str, MixerConfig], name: str) -> None:
-    mixer = build(zoo[name], CompileBackend(compiled=False))
+    mixer = build(zoo[name], CHUNKED)
     module, counter = compiled(mixer)
     x = draw(3)[:1]
     context = Context(cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32))
@@ -117,7 +118,7 @@ def test_packed_prefill_is_one_graph(zoo: dict[str, MixerConfig], name: str) -> 
 @pytest.mark.parametrize("name", LENGTH_CASES)
 def test_at_most_three_graphs_serve_all_lengths(zoo: dict[str, MixerConfig], name: str) -> None:
     """One graph for the first length, one for multiples of the chunk or window, one for all other lengths."""
-    mixer = build(zoo[name], CompileBackend(compiled=False))
+    mixer = build(zoo[name], CHUNKED)
     module, counter = compiled(mixer)
     for time in (70, 130, 192, 200, 256, 75):
         x = draw(time).detach()
@@ -133,7 +134,7 @@ def export(mixer: Mixer) -> nn.Module:
 
 @pytest.mark.parametrize("name", [*EXPORTED, *(pytest.param(x, marks=slow) for x in OTHERS)])
 def test_one_exported_program_takes_every_length_and_has_gradients(zoo: dict[str, MixerConfig], name: str) -> None:
-    mixer = build(zoo[name], CompileBackend(compiled=False))
+    mixer = build(zoo[name], CHUNKED)
     program = export(mixer)
     for time in (40, 5, 32, 75):  # on both sides of the chunks and of the windows
         x = draw(time)
@@ -150,7 +151,7 @@ def test_one_exported_program_takes_every_length_and_has_gradients(zoo: dict[str
 
 @slow
 def test_an_exported_mesa_refuses_gradients(zoo: dict[str, MixerConfig]) -> None:
-    mixer, x = build(zoo["mesa"], CompileBackend(compiled=False)), draw(75)
+    mixer, x = build(zoo["mesa"], CHUNKED), draw(75)
     program = export(mixer)
     with torch.no_grad():
         torch.testing.assert_close(program(x)[0], mixer(x)[0], rtol=1e-9, atol=1e-11)
@@ -160,7 +161,7 @@ def test_an_exported_mesa_refuses_gradients(zoo: dict[str, MixerConfig]) -> None
 
 @pytest.mark.parametrize("name", INDUCTOR_CASES)
 def test_inductor_output_and_gradients_equal_eager(zoo: dict[str, MixerConfig], name: str) -> None:
-    mixer = build(zoo[name], CompileBackend(compiled=False))
+    mixer = build(zoo[name], CHUNKED)
     x = draw(20)
     outputs = torch.compile(mixer, fullgraph=True)(x)[0], mixer(x)[0]
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-11)

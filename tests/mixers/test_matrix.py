@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from small_configs import small
+from small_configs import SAME_PARTS, small
 from torch import Tensor
 
 from deltazoo.backends.io.errors import UnknownNameError
@@ -16,12 +16,6 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place,
 
 # Traced on the reference, whose graph of a few tokens is much smaller than that of the chunk-parallel backend.
 TRACED = ("fullgraph", "export")
-# Built from parts that other mixers cover too, so that `make test` does not trace them.
-SAME_PARTS = (
-    "based", "deltaproduct", "efla", "gated_deltaproduct", "gated_efla", "gated_longhorn", "gated_retnet", "gla",
-    "hgrn", "hgrn2", "lightning_attention", "log_linear_mamba2", "longhorn", "longhorn_diagonal",
-    "preconditioned_kda", "simple_gla",
-)  # fmt: skip
 # Two steps, or two memories, have every part of a longer loop, in a smaller graph.
 SHORT_LOOPS = {"mesa": small("mesa", steps=2), "mom": small("mom", memories=2)}
 

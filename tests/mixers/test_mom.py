@@ -54,8 +54,8 @@ def loop_over_tokens(mixer: MoMMixer, x: Tensor) -> Tensor:
     return torch.cat(rows, 1).view_as(x)
 
 
-def test_mixture_of_any_mixer_equals_a_loop_over_tokens(one_of_each: MixerConfig) -> None:
-    mixer = build(one_of_each)
+def test_mixture_of_any_mixer_equals_a_loop_over_tokens(memory: MixerConfig) -> None:
+    mixer = build(memory)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
     y, expected = mixer(x)[0], loop_over_tokens(mixer, x)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
@@ -68,8 +68,8 @@ def test_mixture_of_any_mixer_equals_a_loop_over_tokens(one_of_each: MixerConfig
             torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
 
 
-def test_mixture_of_any_mixer_is_causal_and_isolated(one_of_each: MixerConfig) -> None:
-    mixer = build(one_of_each)
+def test_mixture_of_any_mixer_is_causal_and_isolated(memory: MixerConfig) -> None:
+    mixer = build(memory)
     x = torch.randn(2, T, WIDTH, dtype=torch.float64)
     pack = Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32))
     with torch.no_grad():
@@ -86,9 +86,9 @@ def test_mixture_of_any_mixer_is_causal_and_isolated(one_of_each: MixerConfig) -
         assert_same(mixer(earlier, None, pack)[0][:, 5:], packed[:, 5:])
 
 
-def test_any_memory_continues_decoding_from_packed_sequences(one_of_each: MixerConfig) -> None:
+def test_any_memory_continues_decoding_from_packed_sequences(memory: MixerConfig) -> None:
     """The longest sequence fills the capacity, and one sequence is empty."""
-    mixer = build(one_of_each)
+    mixer = build(memory)
     x = torch.randn(1, T, WIDTH, dtype=torch.float64)
     bounds = [0, 5, 5, T]
     with torch.no_grad():
