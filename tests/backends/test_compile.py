@@ -148,12 +148,12 @@ def test_inductor_compiles_once_from_eager_code_for_all_lengths_and_batch_sizes(
 
 
 @pytest.fixture
-def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile with "aot_eager" instead of Inductor: the same graphs, without compiling C++."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+def only_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile with "eager" instead of Inductor: Dynamo's graphs, which the tests count, and nothing after them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
-@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.usefixtures("only_traced")
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_recompile_limit_counts_each_spec_separately() -> None:
     backend = CompileBackend(chunk=16)
@@ -165,7 +165,7 @@ def test_recompile_limit_counts_each_spec_separately() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(specs)
 
 
-@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.usefixtures("only_traced")
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_recompile_limit_counts_each_set_of_operands_with_gradients_separately() -> None:
     spec, backend = ELEMENTWISE, CompileBackend(chunk=16)
@@ -177,7 +177,7 @@ def test_recompile_limit_counts_each_set_of_operands_with_gradients_separately()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
-@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.usefixtures("only_traced")
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_eager_calls_recompile_past_the_recompile_limit_for_new_strides() -> None:
     spec, backend = ELEMENTWISE, CompileBackend(chunk=16)
@@ -189,7 +189,7 @@ def test_eager_calls_recompile_past_the_recompile_limit_for_new_strides() -> Non
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
-@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.usefixtures("only_traced")
 def test_eager_calls_compile_under_a_function_mode() -> None:
     spec, backend = UpdateSpec(transition="additive"), CompileBackend(chunk=16)
     inputs = draw(spec, 2, 40)
@@ -199,7 +199,7 @@ def test_eager_calls_compile_under_a_function_mode() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.usefixtures("only_traced")
 def test_eager_calls_run_eagerly_under_a_dispatch_mode_and_compile_after_it() -> None:
     spec, backend = UpdateSpec(transition="additive"), CompileBackend(chunk=16)
     inputs = draw(spec, 2, 40)
@@ -225,7 +225,7 @@ def test_largest_finite_decay_gives_the_reference_results(decay: Any, dtype: tor
     assert_matches_reference(CompileBackend(compiled=False).forward(spec, leaves), spec, leaves)
 
 
-@pytest.mark.usefixtures("aot_eager")
+@pytest.mark.usefixtures("only_traced")
 def test_packs_of_any_number_of_sequences_share_a_graph_from_eager_code() -> None:
     spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
     for pack in PACKS:

@@ -311,22 +311,22 @@ def test_the_operator_passes_opcheck(name):
     torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, flat, test_utils=tests)
 
 
-# These cover every flag of the kernel; the other steps are slow.
-COMPILED = (
-    "gated delta",
-    "mamba2",
-    "householders, before",
-    "feedback",
-    "longhorn",
-    "kda",
-    "layer norm after the gate",
-    "eight taps",
-)
+# These two and those of `make test-kernels` cover every flag of the kernel; the other steps are slow.
+COMPILED_FIRST = ("gated delta", "kda")
+COMPILED = ("mamba2", "householders, before", "feedback", "longhorn", "layer norm after the gate", "eight taps")
 
 
 @pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
 @pytest.mark.parametrize(
-    "name", [name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
+    "name",
+    [
+        *COMPILED_FIRST,
+        *(
+            pytest.param(name, marks=pytest.mark.kernels if name in COMPILED else pytest.mark.slow)
+            for name in STEPS
+            if name not in COMPILED_FIRST
+        ),
+    ],
 )
 def test_the_kernels_compile_for_hopper_without_spills(name, monkeypatch):
     compiler = Compiler(all=True)
