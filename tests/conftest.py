@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what needs a GPU, Triton's interpreter or its compiler where there is none; with --gpu all other tests."""
+    """Deselect what needs a GPU, Triton's interpreter or its compiler where there is none; with --gpu all others."""
     shard = config.getoption("--gpu")
     if shard is None:
         kept = [item for item in items if not runs_elsewhere(item)]
