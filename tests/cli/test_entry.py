@@ -5,6 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 
 import pytest
@@ -15,6 +16,7 @@ from deltazoo.cli.terminal import completion
 RUN = [sys.executable, "-m", "deltazoo"]
 
 
+@cache
 def output(*arguments: str, **environment: str) -> str:
     process = subprocess.run(
         [*RUN, *arguments], capture_output=True, text=True, check=True, env={**os.environ, **environment}
