@@ -173,9 +173,12 @@ def test_a_run_of_strong_decays_does_not_change_later_tokens(name, decay, tokens
 
 
 # The interpreter runs small shapes, and no graph through Inductor; a test below compiles one without Inductor.
-# The column has two chunks; the checks of isolation add a row.
-_SMALL_SHAPES = [shape for shape in TINY if shape.name in ("plain", "one_token")]
-_SMALL_SHAPES.append(Shape("column", B=1, T=18, H=1, HV=3, K=6, V=1))
+# The column has two chunks; the checks of isolation add a second row.
+_SMALL_SHAPES = [
+    Shape("plain", B=1, T=7, H=2, HV=2, K=4, V=4),
+    Shape("one_token", B=3, T=1, H=1, HV=2, K=8, V=5),
+    Shape("column", B=1, T=18, H=1, HV=3, K=6, V=1),
+]
 _CHECKS = (_SMALL_SHAPES, DTYPES[:1], ["compiles_to_one_graph"], DEVICE) if INTERPRETED else (TINY, DTYPES, [], DEVICE)
 test_conforms = conformance.suite(backend(), conformance.checks(backend(), *_CHECKS) if CAN_RUN_KERNELS else [], DEVICE)
 
