@@ -121,9 +121,11 @@ TRAINING = [
     ((4, 64), "grad", None, 0),
     ((1, 40), "grad", None, 2),  # one row
     ((4, 64), "no_grad", None, 2),
+    ((1, 30), "no_grad", None, 2),
+    ((2, 30), "no_grad", None, 2),
     ((1, 1), "no_grad", None, 2),
     ((1, 12), "no_grad", pack(0, 5, 12), 2),
-    ((5, 96), "no_grad", None, 2),
+    ((5, 96), "no_grad", None, 0),
 ]
 SERVING = [
     ((2, 9), "state", None, 2),

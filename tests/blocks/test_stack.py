@@ -7,7 +7,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
 from deltazoo.blocks.model.checkpointing import _policy
 from deltazoo.blocks.model.compilation import compile_layers
@@ -183,8 +182,7 @@ def test_compiled_layers_with_selective_checkpointing_save_less():
     sizes, results = {}, {}
     for mode in ("none", "selective", "full"):
         torch.manual_seed(0)
-        layers = spec.build(CompileBackend(chunk=16, compiled=False)).double().checkpoint_layers(mode)
-        model = compile_layers(layers, "aot_eager_decomp_partition")
+        model = compile_layers(spec.build().double().checkpoint_layers(mode), "aot_eager_decomp_partition")
         saved = {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
 
         def pack(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
@@ -321,8 +319,7 @@ def hybrid(build) -> tuple[LanguageModel, LanguageModel, CompileCounterWithBacke
     torch._dynamo.reset()
     pattern = GatedDeltaNet(heads=2) + SlidingWindow(heads=2, window=4)
     spec = StackSpec(width=16, depth=2, vocab=29, pattern=pattern, mlp={"width": 24})
-    backend = CompileBackend(chunk=16, compiled=False)  # the graph grows with the chunk
-    return build(spec), build(spec, backend), CompileCounterWithBackend("aot_eager")
+    return build(spec), build(spec, "compile"), CompileCounterWithBackend("aot_eager")
 
 
 def assert_equal_gradients(*runs: tuple[Tensor, LanguageModel]) -> None:
@@ -335,7 +332,7 @@ def test_training_is_one_graph_for_every_length(hybrid, tokens):
     model, compiled, _ = hybrid
     counter = CompileCounterWithBackend("eager")  # AOTAutograd's part of the claim is tested on each mixer and the head
     loss = torch.compile(compiled.loss, fullgraph=True, backend=counter)
-    for shape in [(2, 16), (2, 48)]:
+    for shape in [(2, 64), (2, 192)]:
         tokens_BT, targets_BT = tokens(*shape), tokens(*shape).flip(1)
         for tensor in (tokens_BT, targets_BT):
             torch._dynamo.mark_dynamic(tensor, 1)
@@ -348,8 +345,8 @@ def test_training_is_one_graph_for_every_length(hybrid, tokens):
 def test_checkpointed_training_on_packed_sequences_is_one_graph(hybrid, tokens):
     model, compiled, counter = hybrid
     loss = torch.compile(compiled.checkpoint_layers().loss, fullgraph=True, backend=counter)
-    tokens_BT = tokens(1, 40)
-    for bounds in ([0, 4, 40], [0, 33, 40]):
+    tokens_BT = tokens(1, 64)
+    for bounds in ([0, 4, 64], [0, 33, 64]):
         context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
         actual, expected = loss(tokens_BT, tokens_BT, context), model.loss(tokens_BT, tokens_BT, context)
         assert_close(actual, expected)
