@@ -27,6 +27,12 @@ from deltazoo.mixers.parts.attention.caches import (
     required_capacity,
 )
 from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
+from deltazoo.mixers.parts.attention.split_attention import (
+    attend_cached_split,
+    attend_split,
+    document_starts,
+    gather_keys_and_values,
+)
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -143,6 +149,9 @@ class AttentionMixer(Mixer):
         if self.out.bias is not None:
             nn.init.zeros_(self.out.bias)
 
+    def split_refusal(self) -> None:
+        return None
+
     def init_state(self, batch: int, capacity: int | None = None) -> KVCache:
         """Return an empty cache of `capacity` slots; with a window, of at most `window` slots.
 
@@ -159,7 +168,9 @@ class AttentionMixer(Mixer):
         if state is not None:
             self._check_cache(state, x_BTD, context)
         q, k, v = self._operands(x_BTD, None if state is None else state.position, context)
-        if state is None:
+        if context.parallel is not None and state is None:
+            o_BTHE = attend_split(q, k, v, self.scale, self.window, context.parallel)
+        elif state is None:
             o_BTHE = attend(q, k, v, self.scale, self.window, context.cu_seqlens)
         else:
             o_BTHE, state = self._attend_cached(q, k, v, state, context)
@@ -185,6 +196,11 @@ class AttentionMixer(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context
     ) -> tuple[Tensor, KVCache]:
         count_N = token_counts(q, context)
+        if context.parallel is not None:
+            plan = context.parallel
+            k, v = gather_keys_and_values(k, v, plan)
+            o = attend_cached_split(q, k, v, self.scale, self.window, cache, plan)
+            return o, append_to_cache(cache, k, v, count_N, document_starts(plan))
         if context.cu_seqlens is not None:
             o = attend_packed(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
             return o, append_to_cache(cache, k, v, count_N, context.cu_seqlens[:-1].long())

@@ -19,6 +19,7 @@ from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.attention.flex_attention import flex_attend, flex_problems
 from deltazoo.mixers.parts.attention.softmax_attention import attend
+from deltazoo.mixers.parts.attention.split_attention import attend_split
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.gates.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -107,12 +108,15 @@ class FoXMixer(TokenCacheMixer):
             state["shift"] = self.shift.init_state(batch, 2 * self.key_value_heads * self.head_width, like)
         return state
 
+    def split_refusal(self) -> None:
+        return None
+
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         if state is not None:
             self.check_cache(state, x, context)
         q, k, v, sums = self._operands(x, state, new, context)
         with without_autocast(q):
-            if state is None and not flex_problems(q):
+            if state is None and context.parallel is None and not flex_problems(q):
                 o = flex_attend(q, k, v, sums, self.scale, context.cu_seqlens)
             else:
                 o = self._attend_with_channels(q, k, v, sums, state, new, context)
@@ -136,6 +140,8 @@ class FoXMixer(TokenCacheMixer):
         """Attend by torch's SDPA, with the gates as channels of q and k, which the cache stores as well."""
         q, k, v = in_gate_dtype(q, k, v)
         q, k = with_gates(q, k, sums, self.scale)
+        if state is None and context.parallel is not None:
+            return attend_split(q, k, v, self.scale, None, context.parallel)
         if state is None:
             return attend(q, k, v, self.scale, None, context.cu_seqlens)
         return self.attend_cached(q, k, v, self.scale, state, new, context)

@@ -63,6 +63,9 @@ class H3Mixer(FilterMixer):
         weight = self.filters["shift"].get_parameter("weight")
         weight[:, -1] += torch.randn_like(weight[:, -1])
 
+    def split_refusal(self) -> None:
+        return None
+
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         q, k, v = self.to_qkv(x).chunk(3, -1)
         if context.mask is not None:  # the bias of the map makes padded tokens nonzero

@@ -67,6 +67,9 @@ class HyenaMixer(FilterMixer):
         self.to_streams = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
+    def split_refusal(self) -> str:
+        return "convolves over the whole sequence, which has no state of constant size"
+
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         streams = self.apply_filter("short", self.to_streams(x), state, new, context)
         x1, x2, v = streams.chunk(3, -1)

@@ -41,6 +41,9 @@ class LFM2ConvMixer(FilterMixer):
         self.to_bcx = nn.Linear(width, 3 * width, bias=config.bias)
         self.out = nn.Linear(width, width, bias=config.bias)
 
+    def split_refusal(self) -> None:
+        return None
+
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         before, after, value = self.to_bcx(x).chunk(3, -1)
         return self.out(after * self.apply_filter("conv", before * value, state, new, context))

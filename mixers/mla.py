@@ -10,6 +10,7 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.exchange import gather_line
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype
@@ -19,6 +20,7 @@ from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.attention.caches import KVCache
 from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed
+from deltazoo.mixers.parts.attention.split_attention import attend_cached_split, attend_line
 from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -115,12 +117,33 @@ class MLAMixer(TokenCacheMixer):
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         q, c, r = self._operands(x, positions(x, None if state is None else state["seen"], context))
-        if state is None:
+        if context.parallel is not None:
+            o = self._attend_split(q, c, r, state, new, context)
+        elif state is None:
             o = attend(q, *self._keys_and_values(c, r), self.scale, None, context.cu_seqlens)
         else:
             self.check_cache(state, x, context)
             o = self._attend_cached(q, c, r, state, new, context)
         return self.out(o.flatten(2))
+
+    def split_refusal(self) -> None:
+        return None
+
+    def _attend_split(
+        self, q: Tensor, c: Tensor, r: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        """Gather c and r of all ranks, which are smaller than k and v."""
+        plan = context.parallel
+        assert plan is not None
+        latent = gather_line(torch.cat([c, r], -1), plan)
+        k, v = self._keys_and_values(*self._split(latent))
+        if state is None:
+            return attend_line(q, k, v, self.scale, None, plan)
+        self.check_cache(state, q, context)
+        cache = KVCache(*self._keys_and_values(*self._split(state["latent"].to(latent.dtype))), state["seen"])
+        o = attend_cached_split(q, k, v, self.scale, None, cache, plan)
+        self.append({"latent": latent}, state, new, q, context)
+        return o
 
     def _attend_cached(
         self, q: Tensor, c: Tensor, r: Tensor, state: dict[str, Tensor], new: dict[str, Tensor], context: Context

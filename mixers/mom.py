@@ -159,6 +159,9 @@ class MoMMixer(Mixer, Routed):
         self.shared: Mixer | None = config.memory.build(width, place, backend) if config.shared else None
         self.names = tuple(f"memory {m}" for m in range(config.memories))
 
+    def split_refusal(self) -> str:
+        return "routes the tokens of a document to sequences whose lengths on each rank depend on the router"
+
     @property
     def unused_parameters(self) -> int:
         return (len(self.memories) - self.router.active) * active_parameters(self.memories[0])

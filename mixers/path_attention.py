@@ -106,6 +106,9 @@ class PathAttentionMixer(TokenCacheMixer):
         self.channels = gate_channels(H, G, E) if config.forget_gate else 0
         self.reset_parameters()
 
+    def split_refusal(self) -> str:
+        return "multiplies each key by a matrix of every later token, also of other ranks"
+
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.to_beta.bias)
 

@@ -46,6 +46,9 @@ class S4DMixer(FilterMixer):
         )
         self.out, self.gate = (nn.Linear(width, width) for _ in range(2))
 
+    def split_refusal(self) -> None:
+        return None
+
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         y = F.gelu(self.apply_filter("ssm", x, state, new, context))
         return self.out(y) * self.gate(y).sigmoid()

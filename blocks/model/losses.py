@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.exchange import sum_over_ranks
+from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 
@@ -22,6 +24,11 @@ class Losses(NamedTuple):
     total: Tensor
     cross_entropy: Tensor
     auxiliary: dict[str, Tensor]
+
+
+def mean_over_ranks(value: Tensor, count: Tensor, plan: ContextPlan) -> Tensor:
+    """Return the mean over the tokens of all ranks, from each rank's mean over `count` tokens."""
+    return sum_over_ranks(value * count, plan) / sum_over_ranks(count, plan).clamp(min=1)
 
 
 def combine_losses(cross_entropy: Tensor, recorded: Iterable[AuxiliaryLoss]) -> Losses:

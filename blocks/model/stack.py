@@ -27,7 +27,7 @@ from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.checkpointing import Checkpointing
 from deltazoo.blocks.model.interface import ModelSpec, StackState
 from deltazoo.blocks.model.layer import Layer, LayerState
-from deltazoo.blocks.model.losses import Losses, combine_losses
+from deltazoo.blocks.model.losses import Losses, combine_losses, mean_over_ranks
 from deltazoo.blocks.model.mlp import Mlp
 from deltazoo.mixers.core.activations import activation_like, compute_device
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
@@ -166,7 +166,15 @@ class LanguageModel(nn.Module):
         x_BTD, _, side = self._run_stack(tokens_BT, None, as_context(context)._replace(losses=True))
         side = join_sides([side])
         entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten())
-        return combine_losses(entropy, () if side is None else side.losses)
+        recorded = () if side is None else side.losses
+        plan = None if context is None else context.parallel
+        if plan is not None:
+            entropy = mean_over_ranks(entropy, (targets_BT != IGNORE_INDEX).sum(), plan)
+            count = torch.ones_like(targets_BT).sum()
+            recorded = tuple(
+                loss._replace(statistics=mean_over_ranks(loss.statistics, count, plan)) for loss in recorded
+            )
+        return combine_losses(entropy, recorded)
 
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         if self.head is None:

@@ -10,6 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, state_dtype
@@ -90,6 +92,11 @@ class Update(nn.Module, HasBackend):
     def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return o [B, T, HV, V] and the new state. A single token without gradients updates the state in place."""
         bound = self.bound
+        if context.parallel is not None:
+            out = carried_update(bound, inputs._replace(state=state), context.parallel)
+            if state is None:
+                return out.o, None
+            return out.o, write_back(state, states_of_documents(out.state, context.parallel))
         if context.mask is not None:
             inputs = mask_padding(inputs, context.mask)
             if self.bound_with_mask and inputs.log_decay is not None:
@@ -239,6 +246,10 @@ class DeltaMixer(Mixer):
         for part in fusion.remaining:
             o = part.transform(o, x_BTD)
         return o
+
+    def split_refusal(self) -> str | None:
+        parts = [name for name, part in self._parts().items() if isinstance(part, Stateful) and not part.splits]
+        return f"has parts that do not exchange their states between ranks: {', '.join(parts)}" if parts else None
 
     def decode_fusion(self) -> DecodeFusion | None:
         """Return the decode step that the parts fuse into, or None if they do not fuse.

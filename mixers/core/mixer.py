@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
+from deltazoo.backends.context_parallel.plan import ContextPlan
+from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
@@ -48,6 +50,8 @@ class Context(NamedTuple):
         read nor return any.
     losses: whether modules with auxiliary losses return them in `side`.
     intermediates: tensors that earlier parts of the same mixer returned, by name.
+    parallel: the plan of context parallelism: x holds this rank's tokens, cu_seqlens the bounds of its segments, and
+        states have a row for each document, equal on all ranks.
     """
 
     cu_seqlens: Tensor | None = None
@@ -56,6 +60,7 @@ class Context(NamedTuple):
     values: Mapping[str, Tensor] | None = None
     losses: bool = False
     intermediates: NamedTensors | None = None
+    parallel: ContextPlan | None = None
 
     def intermediate(self, name: str) -> Tensor:
         """Return a tensor that an earlier part returned."""
@@ -110,7 +115,13 @@ class Mixer(nn.Module, ABC):
     Submodules name parameters of two or more dimensions that weight decay must skip (decay rates, per-head biases) in
     a class attribute, `no_weight_decay = ("A_log",)`. Submodules with parameters or buffers initialise them in
     `reset_parameters()`, which their constructor calls last; see `init_weights`.
+
+    A mixer that computes tokens split over ranks (`Context.parallel`) returns None from `split_refusal`.
     """
+
+    def split_refusal(self) -> str | None:
+        """Return why the mixer cannot split sequences over ranks, as a clause after its name; None: it can."""
+        return "does not exchange its state between ranks"
 
     @abstractmethod
     def forward(
@@ -133,6 +144,8 @@ class Mixer(nn.Module, ABC):
         init_weights(self)
 
     def __call__(self, x: Tensor, state: State | None = None, context: Context | None = None) -> MixerOutput:
+        if isinstance(context, Context) and context.parallel is not None and (reason := self.split_refusal()):
+            raise UnsupportedError(f"context parallelism: {type(self).__name__} {reason}")
         return MixerOutput(*super().__call__(x, state, context))
 
 

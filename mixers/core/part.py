@@ -6,7 +6,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,12 @@ class StatelessOutputPart(OutputPart):
 
 
 class Stateful(ABC):
-    """Part with a state: one tensor with the batch in dimension 0."""
+    """Part with a state: one tensor with the batch in dimension 0.
+
+    Class attribute: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`).
+    """
+
+    splits: ClassVar[bool] = False
 
     @abstractmethod
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:

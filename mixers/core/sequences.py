@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.carry import local_sums
+from deltazoo.backends.context_parallel.exchange import states_of_documents
 from deltazoo.backends.io.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.update.check import FLOAT_DTYPES
@@ -93,14 +95,18 @@ def check_state(rows: dict[str, int], x_BTD: Tensor, context: Context) -> None:
     Raises: StateError.
     """
     N = x_BTD.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
+    unit = "row of x" if context.cu_seqlens is None else "packed sequence"
+    if context.parallel is not None:
+        N, unit = context.parallel.documents, "document"
     for name, count in rows.items():
         if count != N:
-            unit = "row of x" if context.cu_seqlens is None else "packed sequence"
             raise StateError(f"state {name!r} must have one row for each {unit}, {N} in all, got {count}")
 
 
 def token_counts(x_BTD: Tensor, context: Context) -> Tensor:
-    """Return the number of real tokens of each sequence: [N] int64."""
+    """Return the number of real tokens of each sequence, with context parallelism on all ranks: [N] int64."""
+    if context.parallel is not None:
+        return context.parallel.document_lengths
     if context.cu_seqlens is not None:
         return context.cu_seqlens.diff().long()
     if context.mask is not None:
@@ -113,6 +119,10 @@ def last_of_each_sequence(values: Tensor, state: Tensor, context: Context) -> Te
 
     Args: values: [B, T, ...], which padding leaves unchanged; state: [N, ...], the values before the first token.
     """
+    if context.parallel is not None:
+        plan = context.parallel
+        last = last_of_each_sequence(values, state[plan.document], context._replace(parallel=None))
+        return states_of_documents(last, plan)
     if not values.shape[1]:
         return state
     if context.cu_seqlens is None:
@@ -132,6 +142,8 @@ def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor
     Args: x: [B, T, ...], 0 at padded tokens; before: the sums before the first token, [N, ...]; None: 0.
     """
     wide = torch.float32 if x.device.type == "mps" else torch.float64
+    if context.parallel is not None:
+        before = local_sums(x.to(wide), None if before is None else before.to(wide), context.parallel)
     if context.cu_seqlens is None:
         total = x.to(wide).cumsum(1)
         return total if before is None else total + before[:, None]
@@ -181,6 +193,10 @@ def positions(x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> Tenso
     """
     if context.positions is not None:
         return context.positions
+    if context.parallel is not None and context.cu_seqlens is not None:
+        position_BT = context.parallel.positions
+        document_T = context.parallel.document[valid_sequence_index(context.cu_seqlens, x_BTD.shape[1])]
+        return position_BT if offset_N is None else position_BT + offset_N[document_T]
     B, T = x_BTD.shape[:2]
     time_T = torch.arange(T, device=x_BTD.device)
     if context.cu_seqlens is not None:

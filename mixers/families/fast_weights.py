@@ -30,6 +30,9 @@ class FastWeightMixer(FilterMixer, ABC):
             raise ConfigError(f"heads must divide width = {width}, got {heads}")
         self.heads, self.head_width = heads, width // heads
 
+    def split_refusal(self) -> str:
+        return "has a recurrence that is not linear in its state: a piece has no map that other ranks could combine"
+
     @abstractmethod
     def initial_model(self) -> list[Tensor]:
         """Return the model before the first token, without a batch dimension."""

@@ -14,6 +14,11 @@ from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterMixer
 from deltazoo.mixers.parts.attention.caches import KVCache, append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.attention.softmax_attention import attend_cache, attend_packed
+from deltazoo.mixers.parts.attention.split_attention import (
+    attend_cached_split,
+    document_starts,
+    gather_keys_and_values,
+)
 
 
 class TokenCacheMixer(FilterMixer, ABC):
@@ -55,8 +60,10 @@ class TokenCacheMixer(FilterMixer, ABC):
         x: Tensor,
         context: Context,
     ) -> None:
-        """Append tensors of the new tokens to the cache, and write the results to `new`."""
+        """Append tensors of the new tokens, with context parallelism those of all ranks, to the cache in `new`."""
         first = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
+        if context.parallel is not None:
+            first = document_starts(context.parallel)
         buffers = [state[name] for name in tokens]
         merged, seen = append_tokens(buffers, state["seen"], list(tokens.values()), token_counts(x, context), first)
         new.update(zip(tokens, merged, strict=True))
@@ -74,6 +81,11 @@ class TokenCacheMixer(FilterMixer, ABC):
     ) -> Tensor:
         """Append k and v to the cached tensors of these names, and attend to all of them. Returns: [B, T, H, V]."""
         cache = KVCache(state["k"], state["v"], state["seen"])
+        if context.parallel is not None:
+            k, v = gather_keys_and_values(k, v, context.parallel)
+            o = attend_cached_split(q, k, v, scale, None, cache, context.parallel)
+            self.append({"k": k, "v": v}, state, new, q, context)
+            return o
         if context.cu_seqlens is not None:
             o = attend_packed(q, k, v, scale, None, cache, context.cu_seqlens)
             self.append({"k": k, "v": v}, state, new, q, context)

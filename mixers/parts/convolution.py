@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.carry import previous_tokens
+from deltazoo.backends.context_parallel.exchange import states_of_documents
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, shifted_taps
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.dispatch import bind_conv
@@ -73,9 +75,10 @@ class ShortConv(Groupable, HasBackend):
         self, x_BTC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Convolve x. Returns: for each part a tensor [B, T, channels] in the dtype of x; the new state."""
-        history = None if state is None else state.to(x_BTC.dtype)
+        before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
+        history = None if before is None else before.to(x_BTC.dtype)
         streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, context.cu_seqlens))
-        return streams, _next_state(x_BTC, state, context)
+        return streams, _next_state(x_BTC, state, before, context)
 
     def forward_grouped(
         self, parts: Sequence["ShortConv"], rows: Rows, x_1AC: Tensor, state: Tensor | None, context: Context
@@ -85,7 +88,7 @@ class ShortConv(Groupable, HasBackend):
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
         bias = torch.stack(biases) if biases else None
         streams = self.bound(ConvInputs(x_1AC, weight, bias, history, context.cu_seqlens, rows.ends))
-        return streams, _next_state(x_1AC, state, context)
+        return streams, _next_state(x_1AC, state, state, context)
 
     def extra_repr(self) -> str:
         channels, taps = self.weight.shape
@@ -104,15 +107,30 @@ class TokenShift(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return x_(t-1) [B, T, D] and the new state."""
-        return shifted_taps(x_BTD, state, 1, context.cu_seqlens)[0], _next_state(x_BTD, state, context)
+        before = _before_segments(x_BTD, state, 1, context)
+        return shifted_taps(x_BTD, before, 1, context.cu_seqlens)[0], _next_state(x_BTD, state, before, context)
 
 
-def _next_state(x_BTC: Tensor, state: Tensor | None, context: Context) -> Tensor | None:
-    """Return the last P real inputs of each sequence, for a state [N, P, C]."""
+def _before_segments(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> Tensor | None:
+    """Return the inputs before x: the state, or with context parallelism those before each of this rank's segments."""
+    if context.parallel is None or past == 0:
+        return state
+    return previous_tokens(x_BTC, state, past, context.parallel)
+
+
+def _next_state(x_BTC: Tensor, state: Tensor | None, before: Tensor | None, context: Context) -> Tensor | None:
+    """Return the last P real inputs of each sequence, for a state [N, P, C]. Args: before: the inputs before x."""
     if state is None:
         return None
+    if context.parallel is not None:
+        if before is None or state.shape[1] == 0:
+            return state
+        last = _next_state(x_BTC, before, before, context._replace(parallel=None))
+        assert last is not None
+        return write_back(state, states_of_documents(last, context.parallel))
+    assert before is not None
     T, past = x_BTC.shape[1], state.shape[1]
-    before = state.to(x_BTC.dtype)
+    before = before.to(x_BTC.dtype)
     if context.mask is None and context.cu_seqlens is None:
         recent = x_BTC[:, max(T - past, 0) :]
         return write_back(state, torch.cat([before, recent], 1)[:, recent.shape[1] :])

@@ -4,7 +4,7 @@ B batch, T time, D width, H key heads, HV value heads, K key width, V value widt
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -38,6 +38,8 @@ class QKVProjection(Groupable, Fusible, Stateful):
         conv_of: the streams that are convolved; "qk" leaves out v (MesaNet).
     State: the convolution's, [B, conv_width - 1, channels]; none without a convolution.
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -128,6 +130,8 @@ class ChannelProjection(nn.Module, Stateful):
         conv_std: standard deviation of the initial weight of the convolution; None: that of `ShortConv`.
     State: the convolution's, [B, conv_width - 1, C]; none without a convolution.
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ B batch, T time, H heads, K key width, R half the rotated channels
 """
 
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Rotary(OperandPart, Stateful):
     State: the number of tokens that each sequence has processed, [B] int64.
     Source: RoPE 2104.09864; as the xPos of RetNet, 2307.08621, section 2.1.
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, theta: float = 10000.0) -> None:
         super().__init__()

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
+from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
@@ -32,6 +35,10 @@ def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> 
     Args: score: [B, T, C], within +-`SCORE_BOUND`; state: z before the first token, [N, C].
     Returns: z_t and z_(t-1), [B, T, C]; the new state, None if `state` is None.
     """
+    if context.parallel is not None:
+        assert context.cu_seqlens is not None
+        z, previous_z, last = _split_over_ranks(score, state, context.cu_seqlens, context.parallel)
+        return z, previous_z, None if state is None else write_back(state, states_of_documents(last, context.parallel))
     N = score.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
     first = initial_logsumexp(N, score.shape[2], score) if state is None else state
     if context.cu_seqlens is not None:
@@ -42,6 +49,18 @@ def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> 
         all_z = torch.logcumsumexp(torch.cat([first[:, None], score], 1), 1)
         z, previous_z, last = all_z[:, 1:], all_z[:, :-1], all_z[:, -1]
     return z, previous_z, None if state is None else write_back(state, last)
+
+
+def _split_over_ranks(
+    score: Tensor, state: Tensor | None, cu_seqlens: Tensor, plan: ContextPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the sums of this rank's segments: those from `INITIAL`, then those from the sums of the pieces before."""
+    if state is None:
+        state = initial_logsumexp(plan.documents, score.shape[2], score)
+    first = first_states(state, state, plan, INITIAL)
+    last = _packed(score, first, cu_seqlens)[2][plan.tails]
+    carried = incoming(last, torch.zeros_like(last), torch.add, plan, torch.logaddexp, INITIAL)
+    return _packed(score, with_incoming(first, carried, plan), cu_seqlens)
 
 
 def _packed(score: Tensor, first: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

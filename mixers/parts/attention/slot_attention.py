@@ -4,6 +4,7 @@ B batch, T time, D width, H heads, M slots, K key width, V value width, N sequen
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,8 @@ class SoftmaxSlots(SlotKeyPass, Stateful):
     Source: ABC 2110.02488; the stable form, fla's `naive_recurrent_abc`.
     """
 
+    splits: ClassVar[bool] = True
+
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return initial_logsumexp(batch, self.heads * self.slots, like)
 
@@ -98,6 +101,8 @@ class SlotValuePass(OutputPart, Stateful):
     Its query is the softmax over the slots of the first pass's output.
     State: U, [B, H, M, V].
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape, slots: int) -> None:
         super().__init__()

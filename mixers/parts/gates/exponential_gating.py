@@ -3,10 +3,14 @@
 B batch, T time, D width, HV value heads, V value width, N sequences
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
+from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
@@ -34,6 +38,8 @@ class ExponentialGate(OperandPart, Stateful):
     Initialisation: W = 0; b is -10 for i, and rises from 3 to 6 over the heads for f.
     Source: xLSTM 2405.04517, equations 15 to 17 and 19 to 27; cap and biases, xLSTM 7B 2503.13427.
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -84,6 +90,12 @@ def running_max(
     """
     with torch.no_grad():
         B, T, HV = log_decay.shape
+        if context.parallel is not None:
+            local = context._replace(parallel=None)
+            first = _max_before_segments(log_decay, log_input, state, context.parallel, local)
+            m, previous_m, _ = running_max(log_decay, log_input, first, local)
+            after = None if state is None else last_of_each_sequence(m, state, context)
+            return m, previous_m, None if state is None or after is None else write_back(state, after)
         if context.mask is not None:  # padding leaves m unchanged; it is at the right
             log_decay = torch.where(context.mask[..., None], log_decay, 0.0)
             log_input = torch.where(context.mask[..., None], log_input, -torch.inf)
@@ -108,6 +120,24 @@ def running_max(
             previous_m = torch.where(is_start, first_BTH.to(m.dtype), previous_m)
         after = None if state is None else last_of_each_sequence(m, state, context)
     return m, previous_m, None if state is None or after is None else write_back(state, after)
+
+
+def _max_before_segments(
+    log_decay: Tensor, log_input: Tensor, state: Tensor | None, plan: ContextPlan, local: Context
+) -> Tensor:
+    """Return the maximum before each local segment, [N, HV], from those of the pieces before.
+
+    The map of a piece adds the sum of its log decays, and its contribution is the maximum from -infinity.
+    """
+    P, sizes, HV = len(plan.local), plan.local_sizes, log_decay.shape[2]
+    if state is None:
+        state = initial_max(plan.documents, HV, log_decay)
+    first = first_states(state, state, plan, -torch.inf)
+    _, _, last = running_max(log_decay, log_input, first.clone(), local)  # overwrites the state
+    assert last is not None
+    total = torch.stack([piece.sum(0) for piece in log_decay[0].split(sizes)])
+    carried = incoming(last[plan.tails], total.view(P, HV), torch.add, plan, torch.maximum, -torch.inf)
+    return with_incoming(first, carried, plan)
 
 
 def initial_max(batch: int, heads: int, like: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.update import carried_states
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
@@ -40,6 +42,8 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
     Source: MesaNet 2506.05233; lambda, its bound and 30 iterations as in its published code.
     """
 
+    splits: ClassVar[bool] = True
+
     no_weight_decay: ClassVar[tuple[str, ...]] = ("log_lambda",)
 
     def __init__(self, shape: HeadShape, steps: int, bound: float) -> None:
@@ -70,7 +74,10 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
         system = UpdateInputs(
             q, k, k, log_decay=masked.log_decay, beta=beta, state=state, cu_seqlens=context.cu_seqlens
         )
+        plan = context.parallel
         with without_autocast(x):
+            if plan is not None:
+                system = system._replace(state=carried_states(self.update.bound, system, plan))
             with torch.no_grad():
                 solution = _conjugate_gradients(self.update.bound, system, shift, q, self.steps)
             # The residual is zero up to rounding. Solving with its gradient gives the gradient of the exact solution.
@@ -81,7 +88,8 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
                 correction = _zero_op(residual)
             else:
                 correction = _SolveBackward.apply(self.update.bound, self.steps, shift.detach(), residual, *constants)
-        new_state = None if state is None else write_back(state, product.state)
+        after = product.state if plan is None or state is None else states_of_documents(product.state, plan)
+        new_state = None if state is None else write_back(state, after)
         return inputs._replace(q=(solution + correction).to(inputs.q.dtype)), new_state
 
     def extra_repr(self) -> str:

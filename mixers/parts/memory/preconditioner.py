@@ -4,6 +4,7 @@ B batch, T time, D width, H key heads, K key width
 """
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ class Preconditioner(OperandPart, Stateful):
     Initialisation: c = -0.2 for each key head; a as `SoftplusDecay`.
     Source: Preconditioned DeltaNet 2604.21100; M, its constants and initial values as in the authors' code in fla.
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape, bound: float, rates: tuple[float, float]) -> None:
         super().__init__()

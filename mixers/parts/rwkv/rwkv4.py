@@ -27,6 +27,8 @@ class RWKV4Projection(nn.Module, Stateful):
     Source: RWKV 2305.13048.
     """
 
+    splits: ClassVar[bool] = True
+
     no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place) -> None:
@@ -64,6 +66,8 @@ class WKVGate(OperandPart, Stateful):
     Initialisation: w rises from -5 to 3 over the channels, with an exponent that depends on the layer.
     Source: RWKV 2305.13048, appendices (the stabilised form, the initialisation).
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape, depth_share: float) -> None:
         super().__init__()

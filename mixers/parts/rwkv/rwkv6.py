@@ -29,6 +29,8 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
     Source: RWKV-5/6 2404.05892, section 4.2 (data-dependent token shift, decay).
     """
 
+    splits: ClassVar[bool] = True
+
     no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:

@@ -40,6 +40,8 @@ class RWKV7Projection(nn.Module, Stateful):
     Source: RWKV-7 2503.14456, section 4.
     """
 
+    splits: ClassVar[bool] = True
+
     no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
     def __init__(self, shape: HeadShape, place: Place, ranks: Ranks) -> None:

@@ -7,6 +7,8 @@ it. The two columns of the value (V = 2) hold the real and the imaginary part.
 B batch, T time, D width, HV value heads (one per complex state)
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,8 @@ class ToRotatingFrame(OperandPart, Stateful):
     State: the number of tokens that each sequence has processed, [B] int64.
     Initialisation of a learned w: theta^(-2 h / HV) (HGRN 2311.04823).
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape, theta: float | None = None) -> None:
         super().__init__()

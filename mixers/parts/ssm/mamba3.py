@@ -103,6 +103,8 @@ class AccumulatedRotary(OperandPart, Stateful):
     State: theta, [B, HV, R].
     """
 
+    splits: ClassVar[bool] = True
+
     def __init__(self, shape: HeadShape, fraction: float) -> None:
         super().__init__()
         self.pairs = int(shape.key_width * fraction) // 2
@@ -144,6 +146,8 @@ class TrapezoidalWrite(OperandPart, Stateful):
     Args: scale: factor on the output.
     State: k, v and lambda dt of the last token, [B, 1, HV (K + V + 1)].
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape, scale: float) -> None:
         super().__init__()

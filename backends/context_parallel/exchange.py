@@ -1,0 +1,82 @@
+"""Collectives of a context plan with their gradients. All are one node of a graph and need no host synchronisation.
+
+The loss is the sum of the losses of all ranks. A gradient on a rank is therefore that rank's share: summed over the
+ranks, the shares are the gradient, as for parameters under DDP and FSDP2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.context_parallel.plan import ContextPlan
+
+_ops = torch.ops._c10d_functional
+
+
+class _Gather(torch.autograd.Function):
+    """Gather equal tensors of all ranks along dimension 0; the gradient is summed and scattered."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str, ranks: int) -> Tensor:
+        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, ctx.ranks = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.ranks, ctx.group)), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum the tensors of all ranks on every rank; so is the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str) -> Tensor:
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad, ctx.group), None
+
+
+def gather_pieces(x: Tensor, plan: ContextPlan) -> Tensor:
+    """Return x [P, ...] of all ranks in the order of the line, [G, ...]."""
+    gathered: Tensor = _Gather.apply(x, plan.group, plan.ranks)
+    if plan.order == tuple(range(len(plan.order))):
+        return gathered
+    return torch.stack([gathered[i] for i in plan.order])
+
+
+def gather_line(x_1TC: Tensor, plan: ContextPlan) -> Tensor:
+    """Return the tokens x [1, T, ...] of all ranks in the order of the line, [1, tokens of all documents, ...]."""
+    longest = max(plan.sizes)
+    if all(size == longest for size in plan.sizes):
+        pieces = gather_pieces(x_1TC[0].unflatten(0, (len(plan.local), longest)), plan)
+        return pieces.flatten(0, 1)[None]
+    padded = [
+        torch.cat([piece, piece.new_zeros(longest - piece.shape[0], *piece.shape[1:])])
+        for piece in x_1TC[0].split(plan.local_sizes)
+    ]
+    pieces = gather_pieces(torch.stack(padded), plan)
+    return torch.cat([piece[:size] for piece, size in zip(pieces, plan.sizes, strict=True)])[None]
+
+
+def sum_over_ranks(x: Tensor, plan: ContextPlan) -> Tensor:
+    """Return the sum of x over the ranks, on every rank."""
+    total: Tensor = _Sum.apply(x, plan.group)
+    return total
+
+
+def states_of_documents(values: Tensor, plan: ContextPlan) -> Tensor:
+    """Return the final states of the documents [D, ...] on every rank, from those of the local segments [N, ...]."""
+    is_last = plan.ends.view(-1, *[1] * (values.dim() - 1))
+    shares = torch.where(is_last, values, torch.zeros_like(values))
+    empty = values.new_zeros(plan.documents, *values.shape[1:])
+    return sum_over_ranks(empty.index_add(0, plan.document, shares), plan)

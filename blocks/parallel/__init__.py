@@ -1,0 +1,1 @@
+"""Training and evaluation on several devices: context parallelism."""
