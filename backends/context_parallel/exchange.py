@@ -74,6 +74,18 @@ def sum_over_ranks(x: Tensor, plan: ContextPlan) -> Tensor:
     return total
 
 
+def connected(result: Tensor, *sources: Tensor | None) -> Tensor:
+    """Return the result, which in autograd's graph depends on the sources also on a rank without tokens.
+
+    Every rank must take part in the backward of an exchange: its operand must depend on the rank's tokens, and the
+    rank's results on what was exchanged.
+    """
+    floats = [x for x in sources if x is not None and x.is_floating_point()]
+    if all(x.numel() for x in (result, *floats)):
+        return result
+    return result + sum(x.flatten()[:0].sum() for x in floats).to(result.dtype)
+
+
 def states_of_documents(values: Tensor, plan: ContextPlan) -> Tensor:
     """Return the final states of the documents [D, ...] on every rank, from those of the local segments [N, ...]."""
     is_last = plan.ends.view(-1, *[1] * (values.dim() - 1))

@@ -25,6 +25,7 @@ from einops import rearrange
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.carry import first_states, incoming, scale_state, with_incoming
+from deltazoo.backends.context_parallel.exchange import connected
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, state_dtype
 from deltazoo.backends.update.dispatch import BoundUpdate
@@ -39,7 +40,8 @@ def carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
     state = inputs.state
     inputs = inputs._replace(cu_seqlens=plan.cu_seqlens)
     if bound.spec.decay == "rate":
-        return bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
+        out = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
+        return out._replace(o=connected(out.o, out.state))
     like = _no_states(inputs, plan)
     first = first_states(state, like, plan)
     if bound.spec.transition == "additive":
@@ -53,7 +55,7 @@ def carried_states(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
     first = first_states(inputs.state, _no_states(inputs, plan), plan)
     out = bound(inputs._replace(state=first, cu_seqlens=plan.cu_seqlens))
     decays = torch.stack([d.end.exp() for d in _decays(bound, inputs, plan)])
-    return with_incoming(first, incoming(out.state[plan.tails], decays, scale_state, plan), plan)
+    return with_incoming(first, incoming(_tails(out, inputs, plan), decays, scale_state, plan), plan)
 
 
 def _no_states(inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
@@ -88,7 +90,7 @@ def _decays(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> list
             pieces.append((time * zero, zero, zero))
     if spec.decay in ("head", "channel"):
         assert inputs.log_decay is not None
-        log_decays = [x.view(*x.shape[:2], -1) for x in inputs.log_decay[0].split(sizes)]
+        log_decays = [x if x.dim() == 3 else x[..., None] for x in inputs.log_decay[0].split(sizes)]
         pieces = [(x.cumsum(0), x.sum(0), x) for x in log_decays]
     before = spec.read == "before"
     return [_Decays(total - last if before else total, end[..., None]) for total, end, last in pieces]
@@ -98,7 +100,7 @@ def _read_with_decays(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPla
     out = bound(inputs)
     decays = _decays(bound, inputs, plan)
     ends = torch.stack([d.end.exp() for d in decays])
-    S = incoming(out.state[plan.tails], ends, scale_state, plan)
+    S = incoming(_tails(out, inputs, plan), ends, scale_state, plan)
     S = torch.where(plan.receives.view(-1, 1, 1, 1), S, 0.0)
     scale, sizes, dtype = bound.spec.scale_of(inputs.q.shape[-1]), plan.local_sizes, inputs.q.dtype
     reads, finals = [], []
@@ -115,7 +117,8 @@ def _read_with_decays(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPla
             read = torch.einsum("thk,hkv->thv", scaled.to(dtype), S_p.to(dtype))
         reads.append((o + read).to(o.dtype))
         finals.append(_head_decay(bound, inputs, p, length, plan) * S_p)
-    return UpdateOutput(torch.cat(reads)[None], _add_to_heads(out.state, torch.stack(finals), plan))
+    o = connected(torch.cat(reads)[None], S, inputs.q)
+    return UpdateOutput(o, _add_to_heads(out.state, torch.stack(finals), plan))
 
 
 def _head_decay(bound: BoundUpdate, inputs: UpdateInputs, p: int, length: Tensor, plan: ContextPlan) -> Tensor:
@@ -144,11 +147,17 @@ def _read_with_maps(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan)
     out = bound(wide)
     o, r = out.o.split([V, K], -1)
     final, maps = out.state.split([V, K], -1)
-    S = incoming(final[plan.tails], maps[plan.tails], torch.matmul, plan)
+    last, last_maps = _tails(out, inputs, plan).split([V, K], -1)
+    S = incoming(last, last_maps, torch.matmul, plan)
     S = torch.where(plan.receives.view(-1, 1, 1, 1), S, 0.0)
     reads = [torch.einsum("thk,hkv->thv", r_p, S_p.to(r.dtype)) for r_p, S_p in zip(r[0].split(sizes), S, strict=True)]
     heads = maps.unflatten(0, (len(sizes), -1))[:, 0]
-    return UpdateOutput(o + torch.cat(reads)[None], _add_to_heads(final, heads @ S, plan))
+    return UpdateOutput(connected(o + torch.cat(reads)[None], S, inputs.q), _add_to_heads(final, heads @ S, plan))
+
+
+def _tails(out: UpdateOutput, inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
+    """Return the final state of the last segment of each local piece, [P, HV, K, V]."""
+    return connected(out.state[plan.tails], *inputs)
 
 
 def _add_to_heads(states: Tensor, added: Tensor, plan: ContextPlan) -> Tensor:

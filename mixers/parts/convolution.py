@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.context_parallel.carry import previous_tokens
-from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.exchange import connected, states_of_documents
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, shifted_taps
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.dispatch import bind_conv
@@ -78,6 +78,8 @@ class ShortConv(Groupable, HasBackend):
         before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
         history = None if before is None else before.to(x_BTC.dtype)
         streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, context.cu_seqlens))
+        if context.parallel is not None:
+            streams = tuple(connected(y, before) for y in streams)
         return streams, _next_state(x_BTC, state, before, context)
 
     def forward_grouped(
@@ -108,7 +110,10 @@ class TokenShift(nn.Module):
     def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return x_(t-1) [B, T, D] and the new state."""
         before = _before_segments(x_BTD, state, 1, context)
-        return shifted_taps(x_BTD, before, 1, context.cu_seqlens)[0], _next_state(x_BTD, state, before, context)
+        shifted = shifted_taps(x_BTD, before, 1, context.cu_seqlens)[0]
+        if context.parallel is not None:
+            shifted = connected(shifted, before)
+        return shifted, _next_state(x_BTD, state, before, context)
 
 
 def _before_segments(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Compare a mixer whose tokens are split over ranks with one process, in float64, on every rank."""
 
+import itertools
 import random
 from collections.abc import Mapping
 from datetime import timedelta
@@ -44,8 +45,10 @@ def random_case(seed: int, ranks: int) -> Case:
 
     documents = cuts(draw.randint(1, 5))
     bounds = cuts(ranks if layout == "contiguous" else 2 * ranks)
-    sizes = tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False)) if draw.random() < 0.8 else None
-    return Case(f"random {seed}", 1, total, layout, tuple(documents), sizes, draw.random() < 0.5, draw.choice([None, 6]))
+    sizes = tuple(b - a for a, b in itertools.pairwise(bounds)) if draw.random() < 0.8 else None
+    return Case(
+        f"random {seed}", 1, total, layout, tuple(documents), sizes, draw.random() < 0.5, draw.choice([None, 6])
+    )
 
 
 def errors_of(config: MixerConfig, width: int, case: Case, parallel: ContextParallel) -> dict[str, float]:
@@ -134,7 +137,9 @@ def _error(value: Tensor, expected: Tensor) -> float:
     return float((value - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
-def run_cases(rank: int, ranks: int, folder: str, configs: Mapping[str, MixerConfig], width: int, cases: list[Case]) -> None:
+def run_cases(
+    rank: int, ranks: int, folder: str, configs: Mapping[str, MixerConfig], width: int, cases: list[Case]
+) -> None:
     """Save the worst error of each config and case on this rank, or the exception's text."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -152,7 +157,7 @@ def run_cases(rank: int, ranks: int, folder: str, configs: Mapping[str, MixerCon
 def worst_errors(
     ranks: int, folder: Path, configs: Mapping[str, MixerConfig], width: int, cases: list[Case]
 ) -> dict[str, dict[str, float]]:
-    """Run the cases on so many processes. Returns: for each config and case the worst error over ranks of each result."""
+    """Run the cases on so many processes. Returns: the worst error of each result."""
     mp.spawn(run_cases, (ranks, str(folder), dict(configs), width, cases), nprocs=ranks)
     by_rank = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     return {key: {name: max(r[key][name] for r in by_rank) for name in by_rank[0][key]} for key in by_rank[0]}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
-from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.exchange import connected, states_of_documents
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
@@ -59,8 +59,10 @@ def _split_over_ranks(
         state = initial_logsumexp(plan.documents, score.shape[2], score)
     first = first_states(state, state, plan, INITIAL)
     last = _packed(score, first, cu_seqlens)[2][plan.tails]
-    carried = incoming(last, torch.zeros_like(last), torch.add, plan, torch.logaddexp, INITIAL)
-    return _packed(score, with_incoming(first, carried, plan), cu_seqlens)
+    carried = incoming(connected(last, score), torch.zeros_like(last), torch.add, plan, torch.logaddexp, INITIAL)
+    before = with_incoming(first, carried, plan)
+    z, previous_z, last = _packed(score, before, cu_seqlens)
+    return connected(z, before), connected(previous_z, before), last
 
 
 def _packed(score: Tensor, first: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

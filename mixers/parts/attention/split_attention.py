@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.carry import previous_tokens
-from deltazoo.backends.context_parallel.exchange import gather_line
+from deltazoo.backends.context_parallel.exchange import connected, gather_line
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.mixers.parts.attention.caches import KVCache, token_in_slot
 from deltazoo.mixers.parts.attention.softmax_attention import attend, has_flash_attention, sdpa
@@ -41,7 +41,7 @@ def attend_line(
     """Attend to the keys of all ranks. Args: q: [1, T, H, E]; k_line, v_line: [1, L, G, E]."""
     if has_flash_attention(q, v_line) and k_line.shape[-1] == v_line.shape[-1]:
         return _flash_attend_line(q, k_line, v_line, scale, window, plan)
-    return sdpa(q, k_line, v_line, scale, _visible_in_line(window, plan))
+    return connected(sdpa(q, k_line, v_line, scale, _visible_in_line(window, plan)), k_line, v_line)
 
 
 def attend_cached_split(
@@ -61,7 +61,7 @@ def attend_cached_split(
         torch.cat([old.flatten(0, 1)[None].to(new.dtype), new], 1)
         for old, new in ((cache.k, k_line), (cache.v, v_line))
     )
-    return sdpa(q, keys, values, scale, visible)
+    return connected(sdpa(q, keys, values, scale, visible), keys, values)
 
 
 def document_starts(plan: ContextPlan) -> Tensor:
@@ -107,7 +107,7 @@ def _flash_attend_line(
         )
         assert isinstance(o, Tensor)  # without the logsumexp
         outputs.append(o)
-    return torch.cat(outputs)[None]
+    return connected(torch.cat(outputs)[None], k_line, v_line)
 
 
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, plan: ContextPlan) -> Tensor:
@@ -131,4 +131,4 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, plan: 
     cu_seqlens = torch.cat([torch.cat([unused, heads, inner[:, 1:]], 1).flatten(), bounds[-1:] + shift[-1:]])
     o = attend(padded_q, rows[..., :E], rows[..., E:], scale, W, cu_seqlens.int())
     pieces = o[0].split([past + size for size in sizes])
-    return torch.cat([piece[past:] for piece in pieces])[None]
+    return connected(torch.cat([piece[past:] for piece in pieces])[None], rows)

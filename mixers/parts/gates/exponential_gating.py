@@ -88,14 +88,15 @@ def running_max(
     Args: log_decay, log_input: [B, T, HV]; state: the maximum before the first token, [N, HV].
     Returns: m_t and m_(t-1), [B, T, HV], without gradients; the new state, None if `state` is None.
     """
-    with torch.no_grad():
-        B, T, HV = log_decay.shape
-        if context.parallel is not None:
-            local = context._replace(parallel=None)
+    if context.parallel is not None:
+        local = context._replace(parallel=None)
+        with torch.no_grad():
             first = _max_before_segments(log_decay, log_input, state, context.parallel, local)
             m, previous_m, _ = running_max(log_decay, log_input, first, local)
             after = None if state is None else last_of_each_sequence(m, state, context)
-            return m, previous_m, None if state is None or after is None else write_back(state, after)
+        return m, previous_m, None if state is None or after is None else write_back(state, after)
+    with torch.no_grad():
+        B, T, HV = log_decay.shape
         if context.mask is not None:  # padding leaves m unchanged; it is at the right
             log_decay = torch.where(context.mask[..., None], log_decay, 0.0)
             log_input = torch.where(context.mask[..., None], log_input, -torch.inf)

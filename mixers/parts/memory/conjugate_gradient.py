@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.exchange import connected, states_of_documents
 from deltazoo.backends.context_parallel.update import carried_states
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.torch_ext.autograd import differentiable_once
@@ -83,6 +83,8 @@ class ConjugateGradientSolve(OperandPart, Stateful, HasFlops):
             # The residual is zero up to rounding. Solving with its gradient gives the gradient of the exact solution.
             product = self.update.bound(system._replace(q=solution))
             residual = q - product.o - shift * solution
+            if plan is not None:
+                residual = connected(residual, system.state)
             constants = [None if operand is None else operand.detach() for operand in system]
             if is_exporting():
                 correction = _zero_op(residual)
