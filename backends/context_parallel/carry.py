@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.exchange import gather_pieces
-from deltazoo.backends.context_parallel.plan import ContextPlan
+from deltazoo.backends.context_parallel.plan import ContextPlan, Links
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
 
 def incoming(
-    contribution: Tensor, maps: Tensor, apply: Apply, plan: ContextPlan, add: Apply = torch.add, zero: float = 0.0
+    contribution: Tensor,
+    maps: Tensor,
+    apply: Apply,
+    plan: ContextPlan | Links,
+    add: Apply = torch.add,
+    zero: float = 0.0,
 ) -> Tensor:
     """Return the state before each local piece, [P, ...]; `zero` before the first piece of the line.
 
@@ -47,6 +52,29 @@ def incoming(
     return torch.stack([states[g] for g in plan.local])
 
 
+def incoming_gradients(contribution: Tensor, maps: Tensor, apply: Apply, plan: Links) -> Tensor:
+    """Return the gradient of the state after each local piece from the pieces after it, [P, ...]: `incoming` reversed.
+
+        E_g = D_g + M_g^T E_(g+1)    if the last segment of piece g continues a document, else D_g
+
+    Args:
+        contribution: D [P, ...], the gradient of the state before the piece from the piece's own outputs.
+        maps: [P, ...]; apply: (the map of one piece, a gradient) -> the gradient before it.
+    """
+    P, size = contribution.shape[0], contribution[:1].numel()
+    own = torch.where(plan.receives.view(-1, *[1] * (contribution.dim() - 1)), contribution, 0.0)
+    gathered = gather_pieces(torch.cat([own.reshape(P, -1), maps.reshape(P, -1)], 1), plan)
+    contributions = gathered[:, :size].view(-1, *contribution.shape[1:])
+    all_maps = gathered[:, size:].view(-1, *maps.shape[1:])
+    gradient = torch.zeros_like(contributions[0])
+    gradients = {len(plan.order) - 1: gradient}
+    for g in range(len(plan.order) - 1, min(plan.local), -1):
+        gradient = contributions[g] + torch.where(plan.joins[g], apply(all_maps[g], gradient), 0.0)
+        gradients[g - 1] = gradient
+    continues = plan.continues.view(-1, *[1] * (contribution.dim() - 1))
+    return torch.where(continues, torch.stack([gradients[g] for g in plan.local]), 0.0)
+
+
 def scale_state(decay: Tensor, state: Tensor) -> Tensor:
     """Apply a map that is a factor per element."""
     return decay * state
@@ -63,7 +91,7 @@ def first_states(state: Tensor | None, like: Tensor, plan: ContextPlan, zero: fl
     return torch.where(plan.begins.view(-1, *[1] * (own.dim() - 1)), own, zero)
 
 
-def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan) -> Tensor:
+def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan | Links) -> Tensor:
     """Put the states before the local pieces [P, ...] into the states of their first segments, [N, ...]."""
     S = plan.segments
     by_piece = first.unflatten(0, (-1, S))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.context_parallel.plan import ContextPlan
+from deltazoo.backends.context_parallel.plan import ContextPlan, Links
 
 _ops = torch.ops._c10d_functional
 
@@ -46,7 +46,7 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(grad, ctx.group), None
 
 
-def gather_pieces(x: Tensor, plan: ContextPlan) -> Tensor:
+def gather_pieces(x: Tensor, plan: ContextPlan | Links) -> Tensor:
     """Return x [P, ...] of all ranks in the order of the line, [G, ...]."""
     gathered: Tensor = _Gather.apply(x, plan.group, plan.ranks)
     if plan.order == tuple(range(len(plan.order))):

@@ -28,6 +28,7 @@ class ContextPlan(NamedTuple):
         begins, ends: [N] bool, whether a segment holds the first and the last token of its document.
         tails: [P] int64, the last segment of each local piece; its first one is p S.
         receives: [P] bool, whether the first segment of a local piece continues a document.
+        continues: [P] bool, whether the last segment of a local piece is continued by the next piece.
         joins: [G] bool, whether the last segment of a piece continues a document; it is then the only one.
         lengths: [G] int64, tokens in the last segment of each piece.
         distance: [P, G] int64, tokens between the end of a piece g and the start of local piece p, if the last segment
@@ -50,6 +51,7 @@ class ContextPlan(NamedTuple):
     ends: Tensor
     tails: Tensor
     receives: Tensor
+    continues: Tensor
     joins: Tensor
     lengths: Tensor
     distance: Tensor
@@ -63,6 +65,14 @@ class ContextPlan(NamedTuple):
         return (self.cu_seqlens.shape[0] - 1) // len(self.local)
 
     @property
+    def links(self) -> "Links":
+        """What combines the summaries of pieces."""
+        return Links(
+            self.group, self.ranks, self.order, self.local, self.segments,
+            self.tails, self.receives, self.continues, self.joins,
+        )  # fmt: skip
+
+    @property
     def heads(self) -> list[int]:
         """The first segment of each local piece."""
         return [p * self.segments for p in range(len(self.local))]
@@ -71,6 +81,20 @@ class ContextPlan(NamedTuple):
     def local_sizes(self) -> list[int]:
         """Tokens of each local piece."""
         return [self.sizes[g] for g in self.local]
+
+
+class Links(NamedTuple):
+    """The part of a plan that combines the summaries of pieces; the fields are those of `ContextPlan`."""
+
+    group: str
+    ranks: int
+    order: tuple[int, ...]
+    local: tuple[int, ...]
+    segments: int
+    tails: Tensor
+    receives: Tensor
+    continues: Tensor
+    joins: Tensor
 
 
 class Cut(NamedTuple):
@@ -132,7 +156,9 @@ def make_plan(
         tuple(b - a for a, b in itertools.pairwise(cut.bounds)), len(documents) - 1,
         cu_seqlens=tensor(bounds, torch.int32), document=tensor(document), begins=tensor(begins, torch.bool),
         ends=tensor(ends, torch.bool), tails=tensor([i * segments + len(pieces[g]) - 1 for i, g in enumerate(local)]),
-        receives=tensor([not pieces[g][0].begins for g in local], torch.bool), joins=tensor(joins, torch.bool),
+        receives=tensor([not pieces[g][0].begins for g in local], torch.bool),
+        continues=tensor([g + 1 < len(pieces) and not pieces[g + 1][0].begins for g in local], torch.bool),
+        joins=tensor(joins, torch.bool),
         lengths=tensor(lengths), distance=tensor(distance), positions=tensor([positions]),
         document_lengths=tensor([b - a for a, b in itertools.pairwise(documents)]),
         key_bounds=tensor(key_bounds),

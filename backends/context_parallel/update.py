@@ -44,6 +44,9 @@ def carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
         return out._replace(o=connected(out.o, out.state))
     like = _no_states(inputs, plan)
     first = first_states(state, like, plan)
+    out = bound.carried(inputs._replace(state=first), plan.links)
+    if out is not None:
+        return out
     if bound.spec.transition == "additive":
         return _read_with_decays(bound, inputs._replace(state=None if state is None else first), plan)
     return _read_with_maps(bound, inputs._replace(state=first), plan)

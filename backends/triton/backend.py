@@ -6,11 +6,13 @@ import os
 import torch
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.io.errors import OperandError
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton.chunk.carried_op import carried_scan
 from deltazoo.backends.triton.chunk.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.conv import op as conv
@@ -100,6 +102,16 @@ class TritonBackend(Backend):
             return element_update(spec, inputs, self.element)
         lowered = lower(spec, inputs, self.config)
         return lowered.restore(*chunk_scan(lowered.operands, lowered.kind))
+
+    def carried_unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        if route_of(spec, meta.V) == "elements":
+            return ["the elementwise kernels have no segments that ranks could exchange."]
+        return []
+
+    def carried(self, spec: UpdateSpec, inputs: UpdateInputs, links: Links) -> UpdateOutput:
+        refuse_forward_mode(self.name, inputs)
+        lowered = lower(spec, inputs, self.config)
+        return lowered.restore(*carried_scan(lowered.operands, lowered.kind, links))
 
     def compile_in_threads(self, spec: UpdateSpec, inputs: UpdateInputs) -> None:
         """Start to compile the kernels of an update in threads: forward and backward, or for T = 1 the decode step."""

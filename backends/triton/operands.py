@@ -155,6 +155,46 @@ class BackwardCall(NamedTuple):
     kind: ScanKind
 
 
+class CarriedCall(NamedTuple):
+    """The arguments of the operator that computes outputs after the segments (carried.py).
+
+    prepared: bytes, the results of prepare. ends: the segments' contributions and maps.
+    """
+
+    x: ScanOperands
+    kind: ScanKind
+    prepared: Tensor
+    ends: Tensor
+
+
+class SummaryCall(NamedTuple):
+    """The arguments of the operator that computes the segments (carried.py)."""
+
+    x: ScanOperands
+    kind: ScanKind
+
+
+class SummaryBackwardCall(NamedTuple):
+    """The arguments of the operator that computes the segments' gradients; prepared, ends: as in `CarriedCall`."""
+
+    x: ScanOperands
+    kind: ScanKind
+    prepared: Tensor
+    ends: Tensor
+    d_o: Tensor
+
+
+class CarriedBackwardCall(NamedTuple):
+    """The arguments of the backward operator; prepared: as in `CarriedCall`, checkpoints: [slots, HV, V, K] of S^T."""
+
+    x: ScanOperands
+    kind: ScanKind
+    prepared: Tensor
+    checkpoints: Tensor
+    d_o: Tensor
+    d_final: Tensor
+
+
 class StepOperands(NamedTuple):
     """The operands of decoded tokens, as the spec defines them; n micro-steps make an axis after T if n > 1.
 
@@ -258,10 +298,11 @@ def _take(call: Any, arguments: Iterator[Any]) -> Any:
     return call._make([next(arguments) if field is None else _take(field, arguments) for field in nested])
 
 
+_CARRIED_CALLS = (SummaryCall, CarriedCall, SummaryBackwardCall, CarriedBackwardCall)
 # the NamedTuple class of each field of a call, or None for one argument
 _NESTED = {
     call: tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
-    for call in (ScanCall, BackwardCall, StepCall, CommitCall)
+    for call in (ScanCall, BackwardCall, StepCall, CommitCall, *_CARRIED_CALLS)
 }
 
 

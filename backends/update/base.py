@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
@@ -200,6 +201,24 @@ class Backend(ABC):
 
         with torch.no_grad():
             step_in_slots(advance, states, slots)
+
+    def carried_unsupported(self, spec: UpdateSpec, meta: UpdateMeta) -> list[str]:
+        """Return the reasons not to compute `carried`; [] means that it does. The same on all ranks: not from T.
+
+        Without it, `deltazoo.backends.context_parallel.update` computes the maps by further values of `forward`.
+        """
+        return ["it has no operator between whose steps ranks exchange their states."]
+
+    def carried(self, spec: UpdateSpec, inputs: UpdateInputs, links: Links) -> UpdateOutput:
+        """Compute the update of this rank's segments from the states of the ranks before, as `forward` otherwise.
+
+        Called only if `carried_unsupported` returns no reasons.
+
+        Args:
+            inputs: packed segments; `state` holds that of the segments that begin a document, else zero.
+            links: how the segments of the ranks continue each other.
+        """
+        raise NotImplementedError(f"backend {self.name!r} supports carried states but does not implement them")
 
     def fused_decode_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
         """Return the reasons not to fuse this decode step of a mixer; [] means that `fused_decode_step_` does.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.io.errors import OperandError, PluginError, UnsupportedError, cut
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
@@ -115,6 +116,20 @@ class BoundUpdate:
         _record(backend.name, "commit")
         with without_autocast(states):
             backend.commit_(self.spec, draft, states, slots, accepted)
+
+    def carried(self, inputs: UpdateInputs, links: Links) -> UpdateOutput | None:
+        """Compute the update of this rank's segments from the states of the ranks before.
+
+        Returns: None if the backend has no operator for it.
+        """
+        meta = UpdateMeta.of(inputs)
+        backend = self.backend_for(meta)
+        if backend.carried_unsupported(self.spec, meta):
+            return None
+        check(self.spec, inputs)
+        _record(backend.name, "update")
+        with without_autocast(inputs.q):
+            return backend.carried(self.spec, inputs, links)
 
     def may_fuse_decode(self, device: str) -> bool:
         """Return whether any candidate for a device type implements fused decode steps."""

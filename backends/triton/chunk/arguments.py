@@ -19,6 +19,8 @@ from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, gate_gradien
 from deltazoo.backends.triton.tiles import key_tiles, value_tile
 
 _SCANS = ("segment ends", "segment maps", "segment gradients", "scan", "recompute", "reverse")
+_TOTALS = ("total", "total backward")
+_COMBINATIONS = ("combine", "combine backward", *_TOTALS)
 # The tensors of a scan that not every step has: those of each step.
 _TENSORS_OF_STEP = {
     "scan": ("o", "final", "checkpoints", "starts"),
@@ -143,7 +145,9 @@ def _traits(plan: Plan, launch: KernelLaunch, tensors: dict[str, Any]) -> dict[s
         "H": p.HV if step in _SCANS and p.by_channel else p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C,
         "K0": K0, "K1": K1, "BV": BV, "BK": tiles.keys, "BLOCK": min(tiles.values, C), "HEADS": tiles.heads,
         "DECAY": p.decay, "DELTA": p.delta, "ERASE_KEY": _has_erase_key(plan, step), "ERASE_CHANNELS": p.erase_channels,
-        "ERASE": p.gradients["b"], "WRITE": p.write, "TIED": p.tied, "HAS_STATE": p.state, "PACKED": p.packed,
+        "ERASE": p.gradients["b"], "WRITE": p.write, "TIED": p.tied,
+        "HAS_STATE": p.state and not (plan.carried and step == "segment ends"),
+        "PACKED": p.packed,
         "REPARAM": p.reparam, "ERASE_PREVIOUS": p.erase_from == "previous", "READ_BEFORE": p.read == "before",
         "GATES_BEFORE": p.gates_before, "DU_IS_DV": p.dv_holds_du, "STORED_DU": p.stores_du, "MIN_BETA": p.min_beta,
         "TERMS": p.terms, "MODE": _MODES.get(step), "ENDS": step == "segment gradients",
@@ -151,9 +155,9 @@ def _traits(plan: Plan, launch: KernelLaunch, tensors: dict[str, Any]) -> dict[s
         "HALVES": tiles.values // tiles.narrow if span.narrow_tile_min_chunks else 1,
         "IN_GRADIENTS": in_gradients, "BOUND_DECAYS": plan.segment_chunks > 0,
         "MARKED": step.startswith("marked"), "INITIAL": tensors["initial"] is not None,
-        "REVERSE": step == "combine backward",
+        "REVERSE": step in ("combine backward", "total backward"), "CARRIED": plan.carried, "TOTAL": step in _TOTALS,
         "OPERAND": tl.float32 if exact else tl.float16, "PREC_INVERSE": "tf32x3" if exact else "tf32",
-        "PREC": "tf32x3" if step.startswith("combine") else tf32_precision(p.dtype), "EXACT": p.dtype == torch.float32,
+        "PREC": "tf32x3" if step in _COMBINATIONS else tf32_precision(p.dtype), "EXACT": p.dtype == torch.float32,
         "STAGES": launch.options.stages, "TILED": _has_descriptor(plan),
         "TILES": sums.tiles if sums else 0, "K_TILES": sums.key_tiles if sums else 0,
         "PROGRAMS": windows.programs if windows else 0,

@@ -33,6 +33,7 @@ Step = Literal[
     "prepare", "marked prepare", "segment ends", "combine", "scan", "tail",
     "recompute", "segment maps", "segment gradients", "combine backward", "fused", "sweep", "reverse", "gradients",
     "marked gradients", "group sums", "gate gradients", "gradient tail", "gradient tail of v_key", "decode",
+    "total", "total backward",
 ]  # fmt: skip
 _RECOMPUTED_CHUNKS = 16  # per program of the recomputation, without segments; amortises the load of a checkpoint
 
@@ -90,6 +91,7 @@ class Plan(NamedTuple):
             of values of a sequence of at least so many chunks, for every wide tile of a shorter one; 0: wide alone.
         windows: of the backward; None: it has none, because one launch does without scratch.
         sums: None without a backward.
+        carried: the state before each sequence comes from other ranks, after the segments are computed (carried.py).
     """
 
     problem: Problem
@@ -104,6 +106,7 @@ class Plan(NamedTuple):
     narrow_min_chunks: int = 0
     windows: Windows | None = None
     sums: GateSums | None = None
+    carried: bool = False
 
     @property
     def launches(self) -> tuple[KernelLaunch, ...]:
@@ -187,6 +190,13 @@ def _narrow_min_chunks(problem: Problem, device: DeviceSpec, widths: Tiles, segm
 def _launches(launches: Iterator[KernelLaunch]) -> tuple[KernelLaunch, ...]:
     """Those that have programs."""
     return tuple(launch for launch in launches if launch.programs)
+
+
+def launches_of(plan: Plan, *steps: tuple[Step, Kernel, Span, str]) -> tuple[KernelLaunch, ...]:
+    """The launches of these steps, each with the phase whose config it has ("": its own)."""
+    return _launches(
+        launch for step, kernel, span, phase in steps for launch in _launch(plan, step, kernel, span, phase)
+    )
 
 
 def _launch(plan: Plan, step: Step, kernel: Kernel, span: Span, phase: str = "") -> Iterator[KernelLaunch]:

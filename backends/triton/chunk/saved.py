@@ -79,24 +79,35 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, saved: Tensor, problem: Problem, C: int, distance: int) -> Self:
         """Return the views of a tensor that `empty` allocated. distance: chunks between two checkpoints."""
-        views, start = [], 0
-        for shape, dtype in cls._layout(problem, C, distance):
-            size = math.prod(shape) * dtype.itemsize
-            views.append(saved[start : start + size].view(dtype).view(shape))
-            start += _aligned(size)
-        *prepared, checkpoints = views
+        *prepared, checkpoints = views(saved, cls._layout(problem, C, distance))
         return cls(Prepared(*prepared), checkpoints)
 
     @classmethod
     def empty(cls, like: Tensor, problem: Problem, C: int, distance: int) -> Tensor:
         """Allocate one tensor of bytes for all of them, on the device of a tensor."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in cls._layout(problem, C, distance)]
-        return like.new_empty(sum(map(_aligned, sizes)), dtype=torch.uint8)
+        return allocate(like, cls._layout(problem, C, distance))
 
     @staticmethod
     def _layout(p: Problem, C: int, distance: int) -> list[Layout]:
         checkpoints = (p.checkpoint_slots(C, distance), p.HV, p.V, p.K)
         return [*Prepared.layout(p, C, True), (checkpoints, p.saved_dtype)]
+
+
+def allocate(like: Tensor, layout: list[Layout]) -> Tensor:
+    """Allocate one tensor of bytes for several tensors, on the device of a tensor."""
+    return like.new_empty(
+        sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout), dtype=torch.uint8
+    )
+
+
+def views(buffer: Tensor, layout: list[Layout]) -> list[Tensor]:
+    """Return the tensors in a buffer that `allocate` returned."""
+    result, start = [], 0
+    for shape, dtype in layout:
+        size = math.prod(shape) * dtype.itemsize
+        result.append(buffer[start : start + size].view(dtype).view(shape))
+        start += _aligned(size)
+    return result
 
 
 def _aligned(size: Any) -> Any:

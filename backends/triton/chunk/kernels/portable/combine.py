@@ -33,6 +33,7 @@ def combine_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
     SEGMENT_CHUNKS: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr, PREC: tl.constexpr,
+    CARRIED: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """Compute the state, or with REVERSE the gradient of the state, that each segment starts from.
 
@@ -43,8 +44,13 @@ def combine_kernel(
     decay_bounds [slots, HV]; with INITIAL the state before the first segment (REVERSE: its gradient after the last),
     initial [N, HV, K, V].
     Writes starts [segments, HV, V, K], the state before (REVERSE: its gradient after) each segment.
+
+    CARRIED: N_p of the first segment starts from zero, too, so that its map is applied.
+    TOTAL: the sums and products over all segments instead, written to starts [N, HV, V + K, K]: what the sequence
+    produces from a zero state (REVERSE: from a zero gradient), and not with REVERSE below it the map of the sequence.
     """
-    TILES: tl.constexpr = (V + BV - 1) // BV
+    ROWS: tl.constexpr = V + K if TOTAL and not REVERSE else V
+    TILES: tl.constexpr = (ROWS + BV - 1) // BV
     pid = tl.program_id(0)
     n = pid // TILES // HV
     hv = pid // TILES % HV
@@ -66,14 +72,19 @@ def combine_kernel(
         Sa += load_column_major(initial + state_offset, vs, ka, in_v, in_ka, V)
         if K1 > 0:
             Sb += load_column_major(initial + state_offset, vs, kb, in_v, in_kb, V)
+    if TOTAL:
+        Sa += tl.where(vs[:, None] - V == ka[None, :], 1.0, 0.0)
+        if K1 > 0:
+            Sb += tl.where(vs[:, None] - V == kb[None, :], 1.0, 0.0)
     # forward, the first segment of an empty sequence still starts from the initial state, which becomes the final one
     for step in range(used_segments if REVERSE else tl.maximum(used_segments, 1)):
         segment = used_segments - 1 - step if REVERSE else step
         segment_index = tl.cast(segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), tl.int64) * HV + hv
-        store_rows(starts + segment_index * V * K, Sa, vs, ka, in_v, in_ka, K)
-        if K1 > 0:
-            store_rows(starts + segment_index * V * K, Sb, vs, kb, in_v, in_kb, K)
-        if step < used_segments - 1:
+        if not TOTAL:
+            store_rows(starts + segment_index * V * K, Sa, vs, ka, in_v, in_ka, K)
+            if K1 > 0:
+                store_rows(starts + segment_index * V * K, Sb, vs, kb, in_v, in_kb, K)
+        if step < (used_segments if TOTAL else used_segments - 1):
             N_p = ends + segment_index * (V + K) * K
             Na = load_rows(N_p, vs, ka, in_v, in_ka, K)
             if K1 > 0:
@@ -81,7 +92,7 @@ def combine_kernel(
             count = tl.minimum(SEGMENT_CHUNKS, chunks - segment * SEGMENT_CHUNKS)
             negligible = negligible_prefix(decay_bounds, slot + segment * SEGMENT_CHUNKS, count, hv, HV, SEGMENT_CHUNKS)
             # forward, the first segment needs no map: the scan computed its N_p from the initial state
-            if (negligible == 0) & ((step > 0) | REVERSE):
+            if (negligible == 0) & ((step > 0) | REVERSE | CARRIED):
                 M_p = N_p + V * K
                 Na = tl.dot(Sa, load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE), Na, input_precision=PREC)
                 if K1 > 0:
@@ -91,3 +102,9 @@ def combine_kernel(
             Sa = Na
             if K1 > 0:
                 Sb = Nb
+    if TOTAL:
+        total = starts + (tl.cast(n, tl.int64) * HV + hv) * (V + K) * K
+        in_rows = vs < ROWS
+        store_rows(total, Sa, vs, ka, in_rows, in_ka, K)
+        if K1 > 0:
+            store_rows(total, Sb, vs, kb, in_rows, in_kb, K)

@@ -61,7 +61,7 @@ def reverse_kernel(
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, READ_BEFORE: tl.constexpr,
     PACKED: tl.constexpr, DU_IS_DV: tl.constexpr, UNIT: tl.constexpr, SEGMENT_CHUNKS: tl.constexpr,
-    MIN_BETA: tl.constexpr, ENDS: tl.constexpr,
+    MIN_BETA: tl.constexpr, ENDS: tl.constexpr, CARRIED: tl.constexpr,
     TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan the chunks of one segment of one window backwards.
@@ -77,6 +77,7 @@ def reverse_kernel(
 
     ENDS: an earlier launch, which only writes ends [segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
     segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
+    CARRIED: also before the first segment.
     """
     DPLR: tl.constexpr = v_key is not None
     WY_TERMS: tl.constexpr = 2 if DPLR else TERMS
@@ -99,7 +100,7 @@ def reverse_kernel(
     dtype: tl.constexpr = k.dtype.element_ty
     P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
     if ENDS:
-        if segment == 0:
+        if segment == 0 and not CARRIED:
             last = first
         # The contributions of later chunks are negligible before the first chunk of the segment.
         last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)

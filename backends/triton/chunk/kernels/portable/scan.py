@@ -62,7 +62,7 @@ def scan_kernel(
     DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, HAS_STATE: tl.constexpr,
     READ_BEFORE: tl.constexpr, PACKED: tl.constexpr, CHECKPOINT_CHUNKS: tl.constexpr, UNIT: tl.constexpr,
     SEGMENT_CHUNKS: tl.constexpr, MODE: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, TILED: tl.constexpr,
+    STAGES: tl.constexpr, TILED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
     """Scan the chunks of one segment.
 
@@ -80,6 +80,8 @@ def scan_kernel(
         the map [K, K] from the state before the segment to the state after it. combine_kernel reads ends and writes
         starts.
     MODE "maps": the maps alone.
+    CARRIED: the state before the sequence is not known yet. MODE "ends" then starts every segment from a zero state,
+        and also computes the map of the first segment and the end of the last one.
 
     TERMS = 2: values that feed back into the state are split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
@@ -128,8 +130,12 @@ def scan_kernel(
         in_use = first < last
         negligible = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)
         # combine_kernel reads no map of the first segment, no map whose effect is negligible, and forward no end of the
-        # last segment.
-        if (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends")):
+        # last segment. With CARRIED it reads all but the negligible maps.
+        if CARRIED:
+            unused = is_map & (negligible > 0)
+        else:
+            unused = (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends"))
+        if unused:
             last = first
         first = tl.minimum(first + tl.maximum(negligible - 1, 0), last)
     S = zero_tiles(BV, K0, K1)

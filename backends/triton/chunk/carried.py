@@ -1,0 +1,96 @@
+"""Plans of an update whose sequences start from the states of other ranks, and the launches of its four steps.
+
+The segments of a segment-parallel scan do not depend on the state before the sequence. So the exchange between ranks
+lies between the segments and their combination:
+
+    forward:   prepare, segment ends, total  |  exchange  |  combine, scan
+    backward:  segment gradients, total backward  |  exchange  |  the backward of an ordinary update
+
+`total` [N, HV, V + K, K] holds what a sequence produces from a zero state, transposed, above the map M of the sequence:
+S'^T = S^T M + total. Its backward is dS^T = dS'^T M^T + total.
+
+N sequences, HV value heads, K key width, V value width
+"""
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of
+from deltazoo.backends.triton.chunk.registry import COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS
+from deltazoo.backends.triton.chunk.resolve import resolve
+from deltazoo.backends.triton.chunk.saved import Prepared
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.runtime.precompile import device_of
+from deltazoo.backends.triton.support import Span, Tiles
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
+
+_SMALLEST_SEGMENT = 16  # chunks, as in heuristic.py
+
+
+def _per_row_of_total(problem: Problem, span: Span, tiles: Tiles) -> int:
+    return int(problem.N * problem.HV * cdiv(problem.V + problem.K, tiles.values))
+
+
+_TOTAL = COMBINE._replace(programs=_per_row_of_total)
+
+
+def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
+    """Return the plan of an update, with segments also where an ordinary update has none."""
+    plan = resolve(x, kind, True)
+    split = plan.forward_segment_chunks
+    if not split:
+        p, processors = plan.problem, problems.device_spec(device_of(x.q).index).processors
+        programs = p.HV * cdiv(p.V + p.K, 128)
+        chunks = max(cdiv(p.T, plan.config.chunk), 1)
+        split = max(_SMALLEST_SEGMENT, power_of_two(cdiv(chunks, max(processors // programs, 1))))
+    return plan._replace(forward_segment_chunks=split, segment_chunks=split, carried=True)
+
+
+def segments_span(plan: Plan) -> Span:
+    """Return the span of the segments of all sequences."""
+    C, split = plan.config.chunk, plan.forward_segment_chunks
+    return Span(segments=cdiv(cdiv(plan.problem.T, C), split), chunks=split, slots=plan.problem.slots(C))
+
+
+def summary_launches(plan: Plan) -> tuple[KernelLaunch, ...]:
+    """Return the launches before the exchange of the forward."""
+    span = segments_span(plan)
+    return launches_of(
+        plan,
+        ("prepare", plan.kernels["prepare"], span, "prepare"),
+        ("segment ends", SEGMENT_ENDS, span, "scan"),
+        ("total", _TOTAL, span, ""),
+    )
+
+
+def summary_backward_launches(plan: Plan) -> tuple[KernelLaunch, ...]:
+    """Return the launches before the exchange of the backward."""
+    span = segments_span(plan)
+    return launches_of(
+        plan, ("segment gradients", SEGMENT_GRADIENTS, span, "reverse"), ("total backward", COMBINE, span, "")
+    )
+
+
+def ends_shape(plan: Plan) -> tuple[int, int, int, int]:
+    """Return the shape of the segments' contributions and maps."""
+    p = plan.problem
+    return p.slots(plan.config.chunk) // plan.forward_segment_chunks + p.N, p.HV, p.V + p.K, p.K
+
+
+def total_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """Return the shape of the sequences' contributions and maps."""
+    return problem.N, problem.HV, problem.V + problem.K, problem.K
+
+
+def prepared_layout(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the layout of the results of prepare, with what the backward reads."""
+    return Prepared.layout(plan.problem, plan.config.chunk, True)
+
+
+def checkpoints_of(plan: Plan, like: Tensor) -> Tensor:
+    """Allocate the checkpoints of the forward."""
+    p = plan.problem
+    slots = p.checkpoint_slots(plan.config.chunk, plan.checkpoint_chunks)
+    return like.new_empty(slots, p.HV, p.V, p.K, dtype=p.saved_dtype)
