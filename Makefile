@@ -28,14 +28,14 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # The suites start many processes, which would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kernels test-oldest test-gpu test-integrations test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-gpu test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
 
 # Every mixer, backend and command; then one interpreter case for each kernel phase. One process per core, one thread each.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels and not parallel" $(ARGS)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) -m kernel_smoke $(INTERPRETED)
 
 # All kernels without a GPU: compiled for sm_90, then run in Triton's interpreter and on the Gluon stand-in.
@@ -48,7 +48,7 @@ test-oldest:
 	$(PYTHON) -m venv build/oldest
 	grep -v "^torch==\|^triton==\|^setuptools==" constraints.txt > build/oldest/constraints.txt
 	build/oldest/bin/pip install -q -c build/oldest/constraints.txt $(OLDEST) -e ".[dev]"
-	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow and not kernels" $(ARGS)
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow and not kernels and not parallel" $(ARGS)
 
 # The tests that need a GPU, in SHARDS parts of at most 10 minutes on 16 cores; SHARD names one.
 SHARD ?= 1
@@ -60,6 +60,10 @@ test-gpu: $(READY)
 test-integrations: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[integrations]"
 	OMP_NUM_THREADS=1 $(PYTEST) tests/integrations $(ARGS)
+
+# Every mixer split over 2, 3 and 4 processes, with random documents and pieces: 6 minutes on two cores.
+test-parallel: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m parallel tests/parallel $(ARGS)
 
 # Both, and the GPU tests, which skip themselves without a GPU.
 test-all: test test-kernels

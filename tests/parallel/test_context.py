@@ -1,0 +1,135 @@
+"""Context parallelism: outputs, states and gradients of split sequences equal those of one process, on every rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fsdp_rank import expected_gradients, run_fsdp_rank
+from ranks import Case, errors_of, random_case, worst_errors
+from small_configs import WIDTH, ZOO
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
+from deltazoo.backends.io.errors import OperandError, ShapeError, UnsupportedError, ValueRangeError
+from deltazoo.blocks.parallel.context import ContextParallel
+from deltazoo.mixers.core.mixer import Context
+
+EXACT = 1e-10
+REFUSED = (
+    "hyena", "log_linear_gdn", "log_linear_mamba2", "mom", "mom of rwkv4, one active", "path_attention",
+    "path_attention, forget gate, grouped heads", "titans", "titans, a matrix", "ttt_linear",
+)  # fmt: skip
+SPLIT = {name: config for name, config in ZOO.items() if name not in REFUSED}
+# What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
+# with states, the halo of a window, keys and values, latent vectors, sums of log gates.
+KINDS = (
+    "gated_deltanet", "retnet", "mamba", "rwkv4", "abc", "mamba3", "mesa", "sliding_window", "attention", "mla", "fox",
+)  # fmt: skip
+CASES = [Case("rows", 3, 7), Case("zigzag, states", 2, 9, "zigzag", state=True)]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone, whose zigzag layout has two pieces."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("context",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_pieces_equal_the_whole(name: str, mesh: DeviceMesh) -> None:
+    case = Case("two pieces", 1, 17, "zigzag", (0, 2, 2, 13, 17), (8, 9), state=True, segments=4)
+    errors = errors_of(ZOO[name], WIDTH, case, ContextParallel(mesh, "zigzag"))
+    assert max(errors.values()) < EXACT, errors
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    configs = {name: ZOO[name] for name in ("gated_deltanet", "mamba", "sliding_window", "attention")}
+    assert_exact(worst_errors(2, tmp_path, configs, WIDTH, CASES))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mixers_that_do_not_split_say_why(name: str) -> None:
+    cut = Cut((0, 4, 8), (0, 1))
+    plan = make_plan([0, 8], cut, 0, 2, "", 1, "cpu")
+    mixer = ZOO[name].build(WIDTH, backend="reference")
+    with pytest.raises(UnsupportedError, match=f"^context parallelism: {type(mixer).__name__} [a-z].{{20,}}"):
+        mixer(torch.zeros(1, 4, WIDTH), None, Context(cu_seqlens=plan.cu_seqlens, parallel=plan))
+
+
+def test_every_mixer_splits_or_refuses() -> None:
+    refusing = {n for n, c in ZOO.items() if c.build(WIDTH, backend="reference").split_refusal() is not None}
+    assert refusing == set(REFUSED)
+
+
+def test_plan_of_a_document_across_three_pieces() -> None:
+    documents, cut = [0, 3, 3, 14, 16], Cut((0, 5, 10, 16), (0, 1, 2))
+    assert most_segments(documents, cut) == 3
+    plans = [make_plan(documents, cut, rank, 3, "", 3, "cpu") for rank in range(3)]
+    assert [plan.cu_seqlens.tolist() for plan in plans] == [[0, 3, 3, 5], [0, 5, 5, 5], [0, 4, 6, 6]]
+    assert [plan.receives.tolist() for plan in plans] == [[False], [True], [True]]
+    assert [plan.continues.tolist() for plan in plans] == [[True], [True], [False]]
+    assert plans[0].joins.tolist() == [False, True, False]
+    assert [plan.distance.tolist() for plan in plans] == [[[-1, -1, -1]], [[0, -1, -1]], [[5, 0, -1]]]
+    assert plans[2].positions.tolist() == [[7, 8, 9, 10, 0, 1]]
+
+
+def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
+    parallel = ContextParallel(mesh)
+    with pytest.raises(ValueRangeError, match=r"cu_seqlens must rise from 0 to B T = 6, got \[0, 4\]"):
+        parallel.plan(1, 6, [0, 4])
+    with pytest.raises(ValueRangeError, match=r"sizes must be 1 numbers with the sum B T = 6, got \[2, 4\]"):
+        parallel.plan(1, 6, sizes=[2, 4])
+    with pytest.raises(ValueRangeError, match="segments must be at least 2 for this batch, got 1"):
+        parallel.plan(1, 6, [0, 4, 6], segments=1)
+    with pytest.raises(ShapeError, match=r"x must have shape \[2, 3, '...'\] like the batch, got \[3, 2\]"):
+        parallel.plan(2, 3).shard(torch.zeros(3, 2))
+    with pytest.raises(OperandError, match="layout must be one of 'contiguous', 'zigzag', got 'ring'"):
+        ContextParallel(mesh, "ring")  # type: ignore[arg-type]
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_mixer_over_ranks_equals_one_process(ranks: int, tmp_path: Path) -> None:
+    cases = [*CASES, *(random_case(seed, ranks) for seed in range(6))]
+    assert_exact(worst_errors(ranks, tmp_path, SPLIT, WIDTH, cases))
+
+
+@pytest.mark.parallel
+def test_fsdp2_and_context_parallelism_on_one_mesh(tmp_path: Path) -> None:
+    mp.spawn(run_fsdp_rank, (str(tmp_path),), nprocs=4)
+    loss, gradients = torch.load(tmp_path / "gradients.pt")
+    expected_loss, expected = expected_gradients()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=0)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        error = float((gradient - expected[name]).norm() / expected[name].norm().clamp(min=1e-9))
+        assert error < 1e-9, (name, error)
+
+
+@pytest.mark.parallel
+def test_one_graph_serves_batches_of_other_documents(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    parallel = ContextParallel(mesh, "zigzag")
+    mixer = ZOO["gated_deltanet"].build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 20, WIDTH, dtype=torch.float64)
+    with torch.compiler.set_stance("default"):
+        for i, documents in enumerate(([0, 3, 12, 20], [0, 13, 17, 20])):
+            context = parallel.plan(1, 20, documents, segments=3).context
+            with torch._dynamo.config.patch(error_on_recompile=i > 0):
+                y = compiled(x, None, context)[0]
+            expected = mixer(x, None, context).y
+            gradients, wanted = (torch.autograd.grad(z.square().sum(), list(mixer.parameters())) for z in (y, expected))
+            torch.testing.assert_close([y, *gradients], [expected, *wanted], rtol=1e-9, atol=1e-12)
+
+
+def assert_exact(errors: dict[str, dict[str, float]]) -> None:
+    wrong = {key: {name: x for name, x in e.items() if not x < EXACT} for key, e in errors.items()}
+    assert errors and not any(wrong.values()), {key: e for key, e in wrong.items() if e}
