@@ -94,7 +94,7 @@ def first_states(state: Tensor | None, like: Tensor, plan: ContextPlan, zero: fl
 def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan | Links) -> Tensor:
     """Put the states before the local pieces [P, ...] into the states of their first segments, [N, ...]."""
     S = plan.segments
-    by_piece = first.unflatten(0, (-1, S))
+    by_piece = torch.unflatten(first, 0, (-1, S))
     receives = plan.receives.view(-1, *[1] * (carried.dim() - 1))
     heads = torch.where(receives, carried.to(first.dtype), by_piece[:, 0])
     return torch.cat([heads[:, None], by_piece[:, 1:]], 1).flatten(0, 1)

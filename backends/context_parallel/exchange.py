@@ -58,7 +58,7 @@ def gather_line(x_1TC: Tensor, plan: ContextPlan) -> Tensor:
     """Return the tokens x [1, T, ...] of all ranks in the order of the line, [1, tokens of all documents, ...]."""
     longest = max(plan.sizes)
     if all(size == longest for size in plan.sizes):
-        pieces = gather_pieces(x_1TC[0].unflatten(0, (len(plan.local), longest)), plan)
+        pieces = gather_pieces(torch.unflatten(x_1TC[0], 0, (len(plan.local), longest)), plan)
         return pieces.flatten(0, 1)[None]
     padded = [
         torch.cat([piece, piece.new_zeros(longest - piece.shape[0], *piece.shape[1:])])

@@ -154,7 +154,7 @@ def _read_with_maps(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan)
     S = incoming(last, last_maps, torch.matmul, plan)
     S = torch.where(plan.receives.view(-1, 1, 1, 1), S, 0.0)
     reads = [torch.einsum("thk,hkv->thv", r_p, S_p.to(r.dtype)) for r_p, S_p in zip(r[0].split(sizes), S, strict=True)]
-    heads = maps.unflatten(0, (len(sizes), -1))[:, 0]
+    heads = torch.unflatten(maps, 0, (len(sizes), -1))[:, 0]
     return UpdateOutput(connected(o + torch.cat(reads)[None], S, inputs.q), _add_to_heads(final, heads @ S, plan))
 
 
@@ -165,5 +165,5 @@ def _tails(out: UpdateOutput, inputs: UpdateInputs, plan: ContextPlan) -> Tensor
 
 def _add_to_heads(states: Tensor, added: Tensor, plan: ContextPlan) -> Tensor:
     """Add to the states [N, ...] of the first segment of each local piece."""
-    by_piece = states.unflatten(0, (-1, plan.segments))
+    by_piece = torch.unflatten(states, 0, (-1, plan.segments))
     return torch.cat([by_piece[:, :1] + added[:, None], by_piece[:, 1:]], 1).flatten(0, 1)

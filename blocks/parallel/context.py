@@ -55,7 +55,7 @@ class ContextBatch(NamedTuple):
         if tuple(x.shape[:2]) != tuple(self.plan.positions.shape):
             expected = [*self.plan.positions.shape, "..."]
             raise ShapeError(f"x must have this rank's tokens, shape {expected}, got {list(x.shape)}")
-        return gather_line(x, self.plan)[0].unflatten(0, self.shape)
+        return torch.unflatten(gather_line(x, self.plan)[0], 0, self.shape)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks, on every rank. Differentiable."""

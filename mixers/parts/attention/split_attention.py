@@ -118,14 +118,16 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, plan: 
     """
     past, sizes, S = W - 1, plan.local_sizes, plan.segments
     E, kv = k.shape[-1], torch.cat([k, v], -1)
-    halo = previous_tokens(kv.flatten(2), None, past, plan)[::S].unflatten(-1, kv.shape[2:])
+    halo = torch.unflatten(previous_tokens(kv.flatten(2), None, past, plan)[::S], -1, kv.shape[2:])
     rows = torch.cat([torch.cat([h, x]) for h, x in zip(halo, kv[0].split(sizes), strict=True)])[None]
     padded_q = torch.cat([torch.cat([x.new_zeros(past, *x.shape[1:]), x]) for x in q[0].split(sizes)])[None]
     reach = torch.where(plan.distance >= 0, plan.distance + plan.lengths, 0).amax(1)  # tokens of the document before
     known = torch.where(plan.receives, reach.clamp(max=past), 0)
     shift = past * torch.arange(1, len(sizes) + 1, device=q.device)
     bounds = plan.cu_seqlens.long()
-    inner = bounds[:-1].unflatten(0, (-1, S)) + shift[:, None]  # starts of the segments; the first takes in the halo
+    inner = (
+        torch.unflatten(bounds[:-1], 0, (-1, S)) + shift[:, None]
+    )  # starts of the segments; the first takes in the halo
     unused = inner[:, :1] - past
     heads = inner[:, :1] - known[:, None]
     cu_seqlens = torch.cat([torch.cat([unused, heads, inner[:, 1:]], 1).flatten(), bounds[-1:] + shift[-1:]])
