@@ -15,7 +15,7 @@ from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.objective import Objective
 
 MLP = {"type": "moe", "experts": 3, "width": 8, "shared_width": 8, "balance": 0.1}
-PATTERN = "gated_deltanet(heads=1) + rwkv7(heads=1) + sliding_window(heads=1, window=4) + attention(heads=1)"
+PATTERN = "rwkv7(heads=1) + gated_deltanet(heads=1) + sliding_window(heads=1, window=4) + attention(heads=1)"
 IGNORED = -100
 
 
