@@ -18,6 +18,7 @@ _MODULES = by_name(
         "deltazoo.blocks.model.losses": ["Losses"],
         "deltazoo.blocks.model.mlp": ["Dense"],
         "deltazoo.blocks.model.moe": ["MoE"],
+        "deltazoo.blocks.parallel.context": ["ContextBatch", "ContextParallel"],
         "deltazoo.blocks.spec.stack_spec": ["StackSpec", "preset"],
         "deltazoo.blocks.model.stack": ["LanguageModel"],
         "deltazoo.mixers.core.patterns": ["At", "Spread"],

@@ -19,6 +19,8 @@ from deltazoo.blocks.model.losses import Losses as Losses
 from deltazoo.blocks.model.mlp import Dense as Dense
 from deltazoo.blocks.model.moe import MoE as MoE
 from deltazoo.blocks.model.stack import LanguageModel as LanguageModel
+from deltazoo.blocks.parallel.context import ContextBatch as ContextBatch
+from deltazoo.blocks.parallel.context import ContextParallel as ContextParallel
 from deltazoo.blocks.spec.stack_spec import StackSpec as StackSpec
 from deltazoo.blocks.spec.stack_spec import preset as preset
 from deltazoo.blocks.training.config import TrainConfig as TrainConfig

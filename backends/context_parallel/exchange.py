@@ -4,6 +4,7 @@ The loss is the sum of the losses of all ranks. A gradient on a rank is therefor
 ranks, the shares are the gradient, as for parameters under DDP and FSDP2.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ def gather_line(x_1TC: Tensor, plan: ContextPlan) -> Tensor:
     ]
     pieces = gather_pieces(torch.stack(padded), plan)
     return torch.cat([piece[:size] for piece, size in zip(pieces, plan.sizes, strict=True)])[None]
+
+
+def take_local(line_1LC: Tensor, plan: ContextPlan) -> Tensor:
+    """Return this rank's tokens [1, T, ...] of those of all documents [1, L, ...]."""
+    starts = [0, *itertools.accumulate(plan.sizes)]
+    return torch.cat([line_1LC[:, starts[g] : starts[g + 1]] for g in plan.local], 1)
+
+
+def document_bounds(plan: ContextPlan) -> Tensor:
+    """Return the bounds of the documents in the line, [D + 1] int32."""
+    ends = plan.document_lengths.cumsum(0)
+    return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
 
 def sum_over_ranks(x: Tensor, plan: ContextPlan) -> Tensor:

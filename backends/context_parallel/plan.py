@@ -35,6 +35,7 @@ class ContextPlan(NamedTuple):
             of g belongs to the document that p continues; else -1.
         positions: [1, T] int64, index of each token in its document.
         document_lengths: [D] int64.
+        gathers: whether mixers that cannot split their tokens run on those of all ranks, on every rank.
         key_bounds: [P, S + 1] int64, index in the line of the first token of each segment's document, then the end of
             the piece.
     """
@@ -58,6 +59,7 @@ class ContextPlan(NamedTuple):
     positions: Tensor
     document_lengths: Tensor
     key_bounds: Tensor
+    gathers: bool = False
 
     @property
     def segments(self) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from deltazoo.backends.context_parallel.exchange import gather_line, sum_over_ranks
+from deltazoo.backends.context_parallel.exchange import gather_line, sum_over_ranks, take_local
 from deltazoo.backends.context_parallel.plan import ContextPlan, Cut, make_plan, most_segments
 from deltazoo.backends.io.errors import OperandError, ShapeError, ValueRangeError
 from deltazoo.mixers.core.mixer import Context
@@ -43,9 +43,7 @@ class ContextBatch(NamedTuple):
         """
         if tuple(x.shape[:2]) != self.shape:
             raise ShapeError(f"x must have shape {[*self.shape, '...']} like the batch, got {list(x.shape)}")
-        starts = [0, *itertools.accumulate(self.plan.sizes)]
-        line = x.flatten(0, 1)
-        return torch.cat([line[starts[g] : starts[g + 1]] for g in self.plan.local])[None]
+        return take_local(x.flatten(0, 1)[None], self.plan)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the whole batch [B, T, ...] on every rank, from the tokens of the ranks [1, T', ...]. Differentiable.
@@ -78,16 +76,18 @@ class ContextParallel:
         mesh: one-dimensional.
         layout: "contiguous": rank r holds piece r of n. "zigzag": rank r holds pieces r and 2 n - 1 - r of 2 n, which
             gives all ranks equal work in causal softmax attention.
+        gather: run mixers that cannot split their tokens (`Mixer.split_refusal`) on those of all ranks, on every rank:
+            exact, with n times the work. False: they raise UnsupportedError.
     Raises: OperandError.
     """
 
-    def __init__(self, mesh: DeviceMesh, layout: Layout = "contiguous") -> None:
+    def __init__(self, mesh: DeviceMesh, layout: Layout = "contiguous", gather: bool = False) -> None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             got = f"{mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
             raise OperandError(f"mesh must be a DeviceMesh of one dimension, such as mesh['context'], got {got}")
         if layout not in get_args(Layout):
             raise OperandError(f"layout must be one of {', '.join(map(repr, get_args(Layout)))}, got {layout!r}")
-        self.mesh, self.layout = mesh, layout
+        self.mesh, self.layout, self.gather = mesh, layout, gather
 
     def plan(
         self,
@@ -131,7 +131,7 @@ class ContextParallel:
             raise ValueRangeError(f"segments must be at least {needed} for this batch, got {segments}")
         group = dist._get_process_group_name(self.mesh.get_group())
         plan = make_plan(documents, cut, rank, ranks, group, segments or needed, self._device())
-        return ContextBatch(plan, (B, T))
+        return ContextBatch(plan._replace(gathers=self.gather), (B, T))
 
     def _device(self) -> torch.device:
         kind = self.mesh.device_type

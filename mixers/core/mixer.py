@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
+from deltazoo.backends.context_parallel.exchange import document_bounds, gather_line, take_local
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.io.frozen_config import FrozenConfig
@@ -136,6 +137,22 @@ class Mixer(nn.Module, ABC):
         Args: capacity: maximum number of tokens per sequence; needed only by mixers that keep every token.
         """
 
+    def _on_all_tokens(
+        self, x: Tensor, state: State | None, context: Context, plan: ContextPlan, reason: str
+    ) -> MixerOutput:
+        """Run on the tokens of all ranks, and return the outputs of this rank's. The new state is equal on all ranks.
+
+        Raises: UnsupportedError, unless the plan says `gathers`.
+        """
+        if not plan.gathers:
+            raise UnsupportedError(
+                f"context parallelism: {type(self).__name__} {reason}; ContextParallel(mesh, gather=True) runs it on "
+                "the tokens of all ranks, on every rank"
+            )
+        whole = Context(cu_seqlens=document_bounds(plan), losses=context.losses)
+        y, new_state, side = self(gather_line(x, plan), state, whole)
+        return MixerOutput(take_local(y, plan), new_state, side)
+
     def init_weights(self) -> None:
         """Initialise all parameters and buffers, for example after `torch.device("meta")` and `to_empty`.
 
@@ -145,7 +162,7 @@ class Mixer(nn.Module, ABC):
 
     def __call__(self, x: Tensor, state: State | None = None, context: Context | None = None) -> MixerOutput:
         if isinstance(context, Context) and context.parallel is not None and (reason := self.split_refusal()):
-            raise UnsupportedError(f"context parallelism: {type(self).__name__} {reason}")
+            return self._on_all_tokens(x, state, context, context.parallel, reason)
         return MixerOutput(*super().__call__(x, state, context))
 
 

@@ -91,6 +91,12 @@ def errors_of(config: MixerConfig, width: int, case: Case, parallel: ContextPara
         errors[f"final state {i}"] = _error(a, b)
     for name, gradient in actual.items():
         errors[f"gradient of {name}"] = _error(gradient, batch.shard(expected[name]) if name == "x" else expected[name])
+    if case.state:
+        with torch.no_grad():  # states are updated in place
+            y, final, _ = mixer(local_x, _leaf_copy(state), batch.context)
+        errors["y without gradients"] = _error(y, batch.shard(expected_y))
+        for i, (a, b) in enumerate(zip(_floats(final), expected_final, strict=True)):
+            errors[f"final state {i} without gradients"] = _error(a, b)
     errors["gather"] = _error(batch.gather(y.detach()), expected_y)
     return errors
 
@@ -148,7 +154,9 @@ def run_cases(
     results: dict[str, dict[str, float]] = {}
     for name, config in configs.items():
         for case in cases:
-            results[f"{name}: {case.name}"] = errors_of(config, width, case, ContextParallel(mesh, case.layout))
+            results[f"{name}: {case.name}"] = errors_of(
+                config, width, case, ContextParallel(mesh, case.layout, gather=True)
+            )
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # a normal exit has hung on threads of gloo

@@ -23,7 +23,6 @@ REFUSED = (
     "hyena", "log_linear_gdn", "log_linear_mamba2", "mom", "mom of rwkv4, one active", "path_attention",
     "path_attention, forget gate, grouped heads", "titans", "titans, a matrix", "ttt_linear",
 )  # fmt: skip
-SPLIT = {name: config for name, config in ZOO.items() if name not in REFUSED}
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
 # with states, the halo of a window, keys and values, latent vectors, sums of log gates.
 KINDS = (
@@ -42,10 +41,10 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *REFUSED])
 def test_two_pieces_equal_the_whole(name: str, mesh: DeviceMesh) -> None:
     case = Case("two pieces", 1, 17, "zigzag", (0, 2, 2, 13, 17), (8, 9), state=True, segments=4)
-    errors = errors_of(ZOO[name], WIDTH, case, ContextParallel(mesh, "zigzag"))
+    errors = errors_of(ZOO[name], WIDTH, case, ContextParallel(mesh, "zigzag", gather=True))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -98,7 +97,7 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_mixer_over_ranks_equals_one_process(ranks: int, tmp_path: Path) -> None:
     cases = [*CASES, *(random_case(seed, ranks) for seed in range(6))]
-    assert_exact(worst_errors(ranks, tmp_path, SPLIT, WIDTH, cases))
+    assert_exact(worst_errors(ranks, tmp_path, ZOO, WIDTH, cases))
 
 
 @pytest.mark.parallel
