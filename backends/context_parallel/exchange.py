@@ -96,7 +96,9 @@ def connected(result: Tensor, *sources: Tensor | None) -> Tensor:
     floats = [x for x in sources if x is not None and x.is_floating_point()]
     if all(x.numel() for x in (result, *floats)):
         return result
-    return result + sum(x.flatten()[:0].sum() for x in floats).to(result.dtype)
+    for x in floats:
+        result = result + x.flatten()[:0].sum().to(result.dtype)
+    return result
 
 
 def states_of_documents(values: Tensor, plan: ContextPlan) -> Tensor:

@@ -40,8 +40,8 @@ def carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
     state = inputs.state
     inputs = inputs._replace(cu_seqlens=plan.cu_seqlens)
     if bound.spec.decay == "rate":
-        out = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
-        return out._replace(o=connected(out.o, out.state))
+        second = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
+        return second._replace(o=connected(second.o, second.state))
     like = _no_states(inputs, plan)
     first = first_states(state, like, plan)
     out = bound.carried(inputs._replace(state=first), plan.links)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -129,7 +128,7 @@ class ContextParallel:
         needed = most_segments(documents, cut)
         if segments is not None and segments < needed:
             raise ValueRangeError(f"segments must be at least {needed} for this batch, got {segments}")
-        group = dist._get_process_group_name(self.mesh.get_group())
+        group = self.mesh.get_group().group_name
         plan = make_plan(documents, cut, rank, ranks, group, segments or needed, self._device())
         return ContextBatch(plan._replace(gathers=self.gather), (B, T))
 
