@@ -155,6 +155,17 @@ class BackwardCall(NamedTuple):
     kind: ScanKind
 
 
+class SummaryCall(NamedTuple):
+    """The arguments of the operator that computes the segments (carried.py).
+
+    carries: [N] int32, not 0 for the sequences whose contribution and map are wanted.
+    """
+
+    x: ScanOperands
+    kind: ScanKind
+    carries: Tensor
+
+
 class CarriedCall(NamedTuple):
     """The arguments of the operator that computes outputs after the segments (carried.py).
 
@@ -167,20 +178,17 @@ class CarriedCall(NamedTuple):
     ends: Tensor
 
 
-class SummaryCall(NamedTuple):
-    """The arguments of the operator that computes the segments (carried.py)."""
-
-    x: ScanOperands
-    kind: ScanKind
-
-
 class SummaryBackwardCall(NamedTuple):
-    """The arguments of the operator that computes the segments' gradients; prepared, ends: as in `CarriedCall`."""
+    """The arguments of the operator that computes the segments' gradients.
+
+    prepared, ends: as in `CarriedCall`. carries: [N] int32, not 0 for the sequences whose gradient is wanted.
+    """
 
     x: ScanOperands
     kind: ScanKind
     prepared: Tensor
     ends: Tensor
+    carries: Tensor
     d_o: Tensor
 
 

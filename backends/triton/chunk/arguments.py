@@ -31,6 +31,7 @@ _TENSORS_OF_STEP = {
     "reverse": ("starts",),
 }
 _OPTIONAL = ("o", "final", "checkpoints", "states", "v_new", "starts", "ends")
+_CARRIES = ("segment ends", "segment gradients")
 _MODES = {"scan": "output", "recompute": "recompute", "segment ends": "ends", "segment maps": "maps"}
 
 
@@ -42,6 +43,7 @@ class Tensors(NamedTuple):
         gates, decay_bounds, wy_tiles, scaled, strengths, slopes: the results of prepare (`Prepared`).
         o, final, checkpoints: the output, the final state, and the states that the backward starts from.
         starts, ends: the states of segments (`segment_states`). initial: the state that the combination starts from.
+        carries: whether another piece needs a sequence's end or the gradient of its start (carried.py).
         do, dstate: the gradients of o and of the state, before and after the backward.
         states, v_new, dstates, dstates_high, du, partial, spare: scratch (`Scratch`).
         dgates, state_products: partial sums of gate gradients.
@@ -70,6 +72,7 @@ class Tensors(NamedTuple):
     starts: Any = ...
     ends: Any = ...
     initial: Any = ...
+    carries: Any = ...
     do: Any = ...
     dstate: Any = ...
     states: Any = ...
@@ -117,6 +120,8 @@ def _tensors(plan: Plan, launch: KernelLaunch, tensors: Tensors) -> dict[str, An
     if (step == "scan" and plan.forward_segment_chunks == 0) or (step == "reverse" and plan.segment_chunks == 0):
         tensors = tensors._replace(starts=None)
     named = {name: x for name, x in tensors._asdict().items() if x is not ...}
+    if step in _SCANS and not (plan.carried and step in _CARRIES):
+        named["carries"] = None
     if step in _TENSORS_OF_STEP:
         named |= {name: None for name in _OPTIONAL if name not in _TENSORS_OF_STEP[step]}
     return named

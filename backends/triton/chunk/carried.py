@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of
-from deltazoo.backends.triton.chunk.registry import COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS
-from deltazoo.backends.triton.chunk.resolve import resolve
+from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of, make_plan
+from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS, TAIL
 from deltazoo.backends.triton.chunk.saved import Prepared
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.config import parse
+from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.runtime import table
 from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Span, Tiles
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -37,15 +38,35 @@ _TOTAL = COMBINE._replace(programs=_per_row_of_total)
 
 
 def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
-    """Return the plan of an update, with segments also where an ordinary update has none."""
-    plan = resolve(x, kind, True)
-    split = plan.forward_segment_chunks
-    if not split:
-        p, processors = plan.problem, problems.device_spec(device_of(x.q).index).processors
-        programs = p.HV * cdiv(p.V + p.K, 128)
-        chunks = max(cdiv(p.T, plan.config.chunk), 1)
-        split = max(_SMALLEST_SEGMENT, power_of_two(cdiv(chunks, max(processors // programs, 1))))
-    return plan._replace(forward_segment_chunks=split, segment_chunks=split, carried=True)
+    """Return the plan of an update whose sequences are divided into segments, forward and backward."""
+    device = problems.device_spec(device_of(x.q).index)
+    problem = problem_of(x, kind, device)
+    config = parse(kind.config) if kind.config else table.launch_config(problem, device)
+    split = config.segment_chunks if kind.config else _segment_chunks(problem, device.processors)
+    split = max(split, config.checkpoint_chunks)
+    changes: dict[str, object] = {"segment_chunks": split}
+    if config.reverse.kernel == "fused":
+        changes["reverse"] = config.reverse.model_copy(update={"kernel": "sm90"})
+    plan = make_plan(problem, device, config.changed(**changes), True)
+    plan = plan._replace(forward_segment_chunks=split, segment_chunks=split, forward_narrow_min_chunks=0, carried=True)
+    span = segments_span(plan)
+    stored = span._replace(checkpoint_chunks=plan.checkpoint_chunks)
+    forward = launches_of(
+        plan,
+        ("combine", COMBINE, span, ""),
+        ("scan", plan.kernels["scan"], stored, ""),
+        *([("tail", TAIL, span, "")] if problem.packed else []),
+    )
+    return plan._replace(forward=forward)
+
+
+def _segment_chunks(problem: Problem, processors: int) -> int:
+    """Return the chunks per segment with which the tokens of all sequences occupy the device.
+
+    The longest sequence of a pack may have most of its tokens.
+    """
+    segments = max(processors // (problem.HV * cdiv(problem.V, 128)), 1)
+    return max(_SMALLEST_SEGMENT, power_of_two(cdiv(max(cdiv(problem.T, CHUNK), 1), segments)))
 
 
 def segments_span(plan: Plan) -> Span:

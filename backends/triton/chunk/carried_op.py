@@ -47,17 +47,16 @@ def _summary_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk.execute import execute
     from deltazoo.backends.triton.chunk.forward import empty, tensors_of
 
-    operands, kind = unflatten(SummaryCall, arguments)
+    operands, kind, carries = unflatten(SummaryCall, arguments)
     x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
     layout = carried.prepared_layout(plan)
     prepared = allocate(x.q, layout)
     ends = empty(x.q, *carried.ends_shape(plan))
     total = empty(x.q, *carried.total_shape(plan.problem))
     tensors = tensors_of(x, Prepared(*views(prepared, layout)))
+    tensors = tensors._replace(ends=ends, starts=total, initial=None, carries=carries)
     with torch.cuda.device_of(x.q):
-        execute(
-            carried.summary_launches(plan), plan, kind.scale, tensors._replace(ends=ends, starts=total, initial=None)
-        )
+        execute(carried.summary_launches(plan), plan, kind.scale, tensors)
     return prepared, ends, total
 
 
@@ -66,20 +65,17 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk import carried
     from deltazoo.backends.triton.chunk.execute import execute
     from deltazoo.backends.triton.chunk.forward import empty, tensors_of
-    from deltazoo.backends.triton.chunk.resolve import resolve
 
     operands, kind, prepared, ends = unflatten(CarriedCall, arguments)
-    x, plan = kind.with_write(operands), resolve(operands, kind, True)
+    x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
     p = plan.problem
     o, final = x.v.new_empty(x.v.shape), empty(x.q, p.N, p.HV, p.K, p.V)
     checkpoints = carried.checkpoints_of(plan, x.q)
-    plan = plan._replace(carried=True)
     starts = empty(x.q, ends.shape[0], p.HV, p.V, p.K)
     tensors = tensors_of(x, Prepared(*views(prepared, carried.prepared_layout(plan))))
     tensors = tensors._replace(o=o, final=final, checkpoints=checkpoints, starts=starts, ends=ends, initial=x.state)
-    launches = [launch for launch in plan.forward if launch.step in ("combine", "scan", "tail")]
     with torch.cuda.device_of(x.q):
-        execute(launches, plan, kind.scale, tensors)
+        execute(plan.forward, plan, kind.scale, tensors)
     return o, final, checkpoints
 
 
@@ -89,13 +85,13 @@ def _summary_backward_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk.execute import execute
     from deltazoo.backends.triton.chunk.forward import empty, tensors_of
 
-    operands, kind, prepared, ends, d_o = unflatten(SummaryBackwardCall, arguments)
+    operands, kind, prepared, ends, carries, d_o = unflatten(SummaryBackwardCall, arguments)
     x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
     total = empty(x.q, *carried.total_shape(plan.problem))
     tensors = tensors_of(x, Prepared(*views(prepared, carried.prepared_layout(plan))))
     # The contributions in `ends` are no longer needed: those of the gradients take their place, the maps stay.
     tensors = tensors._replace(
-        do=d_o, ends=ends, starts=total, initial=None, dstate=total, dstates=total, du=d_o, dv=d_o
+        do=d_o, ends=ends, starts=total, initial=None, carries=carries, dstate=total, dstates=total, du=d_o, dv=d_o
     )
     with torch.cuda.device_of(x.q):
         execute(carried.summary_backward_launches(plan), plan, kind.scale, tensors)
@@ -106,10 +102,9 @@ def _summary_backward_impl(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.chunk import carried
     from deltazoo.backends.triton.chunk.backward import backward
-    from deltazoo.backends.triton.chunk.resolve import resolve
 
     operands, kind, prepared, checkpoints, d_o, d_final = unflatten(CarriedBackwardCall, arguments)
-    plan = resolve(operands, kind, True)
+    plan = carried.carried_plan(operands, kind)._replace(carried=False)  # the backward of an ordinary update
     saved = Saved(Prepared(*views(prepared, carried.prepared_layout(plan))), checkpoints)
     with torch.cuda.device_of(operands.q):
         return backward(operands, kind, saved, d_o, d_final, plan).present()
@@ -118,7 +113,7 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
 def _summary_fake(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk import carried
 
-    x, kind = unflatten(SummaryCall, arguments)
+    x, kind, _ = unflatten(SummaryCall, arguments)
     plan = carried.carried_plan(x, kind)
     prepared = allocate(x.q, carried.prepared_layout(plan))
     shapes = carried.ends_shape(plan), carried.total_shape(plan.problem)
@@ -127,12 +122,11 @@ def _summary_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk import carried
-    from deltazoo.backends.triton.chunk.resolve import resolve
 
     x, kind, _, _ = unflatten(CarriedCall, arguments)
     p = problem_of(x, kind)
     final = x.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
-    return x.v.new_empty(x.v.shape), final, carried.checkpoints_of(resolve(x, kind, True), x.q)
+    return x.v.new_empty(x.v.shape), final, carried.checkpoints_of(carried.carried_plan(x, kind), x.q)
 
 
 def _summary_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -174,7 +168,8 @@ class _CarriedScan(torch.autograd.Function):
         operands, kind, links = _split(arguments)
         first = operands.state
         assert first is not None
-        prepared, ends, total = _summary_op(*operands, *kind)
+        _, wanted = _wanted(first.shape[0], links)
+        prepared, ends, total = _summary_op(*operands, *kind, wanted)
         V = first.shape[-1]
         tails = total[links.tails]
         maps = tails[:, :, V:].mT
@@ -201,10 +196,10 @@ class _CarriedScan(torch.autograd.Function):
         assert operands.state is not None
         d_o = torch.zeros_like(operands.v) if d_o is None else d_o.contiguous()
         d_final = torch.zeros_like(operands.state) if d_final is None else d_final
-        (d_total,) = _summary_backward_op(*operands, *kind, prepared, ends, d_o)
-        contribution = (
-            d_total[:: links.segments, :, :V].mT + total[:: links.segments, :, V:] @ d_final[:: links.segments]
-        )
+        heads, _ = _wanted(d_final.shape[0], links)
+        (d_total,) = _summary_backward_op(*operands, *kind, prepared, ends, heads, d_o)
+        first = slice(None, None, links.segments)
+        contribution = d_total[first, :, :V].mT + total[first, :, V:] @ d_final[first]
         after = incoming_gradients(contribution, total[links.tails][:, :, V:], torch.matmul, links)
         d_final = d_final.index_add(0, links.tails, after)
         present = iter(_backward_op(*operands, *kind, prepared, checkpoints, d_o, d_final))
@@ -212,6 +207,13 @@ class _CarriedScan(torch.autograd.Function):
         grads.append(None)  # of cu_seqlens
         needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
         return *needed, *(None for _ in kind), *(None for _ in links)
+
+
+def _wanted(N: int, links: Links) -> tuple[Tensor, Tensor]:
+    """Return which sequences are the first of a local piece, and which are the first or the last: [N] int32."""
+    sequence_N = torch.arange(N, device=links.tails.device)
+    heads = sequence_N % links.segments == 0
+    return heads.int(), (heads | (sequence_N == links.tails[:, None]).any(0)).int()
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[ScanOperands, ScanKind, Links]:

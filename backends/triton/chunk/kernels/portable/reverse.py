@@ -55,7 +55,7 @@ from deltazoo.backends.triton.device.layout import (
 
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def reverse_kernel(
-    q, k, e, v_key, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, scale, T,
+    q, k, e, v_key, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, carries, scale, T,
     window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
@@ -77,7 +77,7 @@ def reverse_kernel(
 
     ENDS: an earlier launch, which only writes ends [segments, HV, V + K, K]: in rows 0 to V - 1, dS^T before each
     segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
-    CARRIED: also before the first segment.
+    CARRIED: also before the first segment if carries [N] is not 0.
     """
     DPLR: tl.constexpr = v_key is not None
     WY_TERMS: tl.constexpr = 2 if DPLR else TERMS
@@ -100,7 +100,8 @@ def reverse_kernel(
     dtype: tl.constexpr = k.dtype.element_ty
     P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
     if ENDS:
-        if segment == 0 and not CARRIED:
+        unused = (segment == 0) & (tl.load(carries + n) == 0) if CARRIED else segment == 0
+        if unused:
             last = first
         # The contributions of later chunks are negligible before the first chunk of the segment.
         last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)

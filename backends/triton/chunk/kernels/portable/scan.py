@@ -56,7 +56,7 @@ from deltazoo.backends.triton.device.layout import (
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
 def scan_kernel(
     q, k, e, v_key, v, gates, decay_bounds, wy_tiles, state, o, final, checkpoints, states, v_new, starts, ends, cu,
-    scale, T, window, windows, num_segments,
+    carries, scale, T, window, windows, num_segments,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, HAS_STATE: tl.constexpr,
@@ -81,7 +81,7 @@ def scan_kernel(
         starts.
     MODE "maps": the maps alone.
     CARRIED: the state before the sequence is not known yet. MODE "ends" then starts every segment from a zero state,
-        and also computes the map of the first segment and the end of the last one.
+        and also computes the map of the first segment, and the end of the last one if carries [N] is not 0.
 
     TERMS = 2: values that feed back into the state are split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
@@ -130,9 +130,9 @@ def scan_kernel(
         in_use = first < last
         negligible = negligible_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)
         # combine_kernel reads no map of the first segment, no map whose effect is negligible, and forward no end of the
-        # last segment. With CARRIED it reads all but the negligible maps.
+        # last segment. With CARRIED it reads all maps that are not negligible, and that end if another piece needs it.
         if CARRIED:
-            unused = is_map & (negligible > 0)
+            unused = (is_map & (negligible > 0)) | ((last == chunks) & (tl.load(carries + n) == 0))
         else:
             unused = (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends"))
         if unused:
