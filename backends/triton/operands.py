@@ -193,11 +193,15 @@ class SummaryBackwardCall(NamedTuple):
 
 
 class CarriedBackwardCall(NamedTuple):
-    """The arguments of the backward operator; prepared: as in `CarriedCall`, checkpoints: [slots, HV, V, K] of S^T."""
+    """The arguments of the backward operator; prepared, ends: as in `CarriedCall`.
+
+    checkpoints: [slots, HV, V, K] of S^T.
+    """
 
     x: ScanOperands
     kind: ScanKind
     prepared: Tensor
+    ends: Tensor
     checkpoints: Tensor
     d_o: Tensor
     d_final: Tensor

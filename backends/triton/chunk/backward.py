@@ -64,9 +64,18 @@ class Scratch(NamedTuple):
 
 
 def backward(
-    operands: ScanOperands, kind: ScanKind, saved: Saved, d_o: Tensor, d_final: Tensor | None, plan: Plan
+    operands: ScanOperands,
+    kind: ScanKind,
+    saved: Saved,
+    d_o: Tensor,
+    d_final: Tensor | None,
+    plan: Plan,
+    ends: Tensor | None = None,
 ) -> Gradients:
-    """Launch the backward of a plan. d_final: None is zero. Returns: the gradients of the operands."""
+    """Launch the backward of a plan. Returns: the gradients of the operands.
+
+    Args: d_final: None is zero. ends: the contributions and maps of the segments, of a plan that does not compute them.
+    """
     x, p, sums = kind.with_write(operands), plan.problem, plan.sums
     assert sums is not None
     d = Gradients.empty(operands, kind)
@@ -80,11 +89,12 @@ def backward(
         _ = d_state.zero_() if d_final is None else d_state.copy_(d_final)
     slots = p.slots(plan.config.chunk)
     sum_slots = 0 if p.dplr else slots  # DPLR has no gradients of gates
-    starts, ends = segment_states(x.q, p, plan.windows.slots if plan.windows else slots, plan.segment_chunks)
+    starts, own_ends = segment_states(x.q, p, plan.windows.slots if plan.windows else slots, plan.segment_chunks)
     # that of a fixed decay is the sum over all tokens of one per token
     d_log_decay = empty(x.q, *x.v.shape[:3]) if p.decay == "fixed" else d.log_decay
     tensors = tensors_of(x, saved.prepared)._replace(
-        **Scratch.empty(x, plan, d)._asdict(), checkpoints=saved.checkpoints, starts=starts, ends=ends,
+        **Scratch.empty(x, plan, d)._asdict(), checkpoints=saved.checkpoints, starts=starts,
+        ends=own_ends if ends is None else ends,
         initial=None if is_zero else d_state, do=d_o, dstate=d_state,
         dgates=empty(x.q, sums.tiles, sum_slots, p.HV, 4 if p.gates_before else 3, plan.config.chunk),
         state_products=empty(x.q, sums.tiles, slots, p.HV),

@@ -28,6 +28,7 @@ from deltazoo.backends.triton.support import Span, Tiles
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 _SMALLEST_SEGMENT = 16  # chunks, as in heuristic.py
+_SCRATCH = 2**30  # bytes; one window of 40,000 tokens with 32 heads of 128 x 128 needs no segments of its own
 
 
 def _per_row_of_total(problem: Problem, span: Span, tiles: Tiles) -> int:
@@ -44,7 +45,7 @@ def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
     config = parse(kind.config) if kind.config else table.launch_config(problem, device)
     split = config.segment_chunks if kind.config else _segment_chunks(problem, device.processors)
     split = max(split, config.checkpoint_chunks)
-    changes: dict[str, object] = {"segment_chunks": split}
+    changes: dict[str, object] = {"segment_chunks": split, "scratch": max(config.scratch, _SCRATCH)}
     if config.reverse.kernel == "fused":
         changes["reverse"] = config.reverse.model_copy(update={"kernel": "sm90"})
     plan = make_plan(problem, device, config.changed(**changes), True)
@@ -67,6 +68,17 @@ def _segment_chunks(problem: Problem, processors: int) -> int:
     """
     segments = max(processors // (problem.HV * cdiv(problem.V, 128)), 1)
     return max(_SMALLEST_SEGMENT, power_of_two(cdiv(max(cdiv(problem.T, CHUNK), 1), segments)))
+
+
+def without_segments(plan: Plan) -> tuple[Plan, bool]:
+    """Return the plan with a backward that reads the segments of `summary_backward_launches`, if it has one window.
+
+    Returns: the plan, and whether it reads them.
+    """
+    if any(launch.span.windows > 1 for launch in plan.backward):
+        return plan, False
+    computed = ("segment maps", "segment gradients")
+    return plan._replace(backward=tuple(launch for launch in plan.backward if launch.step not in computed)), True
 
 
 def segments_span(plan: Plan) -> Span:

@@ -89,13 +89,14 @@ def _summary_backward_impl(*arguments: Any) -> tuple[Tensor, ...]:
     x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
     total = empty(x.q, *carried.total_shape(plan.problem))
     tensors = tensors_of(x, Prepared(*views(prepared, carried.prepared_layout(plan))))
-    # The contributions in `ends` are no longer needed: those of the gradients take their place, the maps stay.
+    # the maps stay, the contributions of the gradients replace those of the forward
+    d_ends = ends.new_empty(ends.shape).copy_(ends)
     tensors = tensors._replace(
-        do=d_o, ends=ends, starts=total, initial=None, carries=carries, dstate=total, dstates=total, du=d_o, dv=d_o
+        do=d_o, ends=d_ends, starts=total, initial=None, carries=carries, dstate=total, dstates=total, du=d_o, dv=d_o
     )
     with torch.cuda.device_of(x.q):
         execute(carried.summary_backward_launches(plan), plan, kind.scale, tensors)
-    return (total,)
+    return total, d_ends
 
 
 @replayed
@@ -103,11 +104,12 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.chunk import carried
     from deltazoo.backends.triton.chunk.backward import backward
 
-    operands, kind, prepared, checkpoints, d_o, d_final = unflatten(CarriedBackwardCall, arguments)
+    operands, kind, prepared, ends, checkpoints, d_o, d_final = unflatten(CarriedBackwardCall, arguments)
     plan = carried.carried_plan(operands, kind)._replace(carried=False)  # the backward of an ordinary update
+    plan, has_ends = carried.without_segments(plan)
     saved = Saved(Prepared(*views(prepared, carried.prepared_layout(plan))), checkpoints)
     with torch.cuda.device_of(operands.q):
-        return backward(operands, kind, saved, d_o, d_final, plan).present()
+        return backward(operands, kind, saved, d_o, d_final, plan, ends if has_ends else None).present()
 
 
 def _summary_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -132,8 +134,9 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
 def _summary_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk import carried
 
-    x, kind, *_ = unflatten(SummaryBackwardCall, arguments)
-    return (x.q.new_empty(carried.total_shape(problem_of(x, kind)), dtype=torch.float32),)
+    x, kind, _, ends, *_ = unflatten(SummaryBackwardCall, arguments)
+    total = x.q.new_empty(carried.total_shape(problem_of(x, kind)), dtype=torch.float32)
+    return total, ends.new_empty(ends.shape)
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
@@ -150,9 +153,8 @@ _scan_op = operator(
     _scan_impl, compiled_ahead(_scan_impl, _scan_fake),
 )  # fmt: skip
 _summary_backward_op = operator(
-    f"triton_carried_summary_backward({schema(SummaryBackwardCall)}) -> Tensor[]",
-    lambda *arguments: list(_summary_backward_impl(*arguments)),
-    compiled_ahead(_summary_backward_impl, lambda *arguments: list(_summary_backward_fake(*arguments))),
+    f"triton_carried_summary_backward({schema(SummaryBackwardCall)}) -> (Tensor, Tensor)",
+    _summary_backward_impl, compiled_ahead(_summary_backward_impl, _summary_backward_fake),
 )  # fmt: skip
 _backward_op = operator(
     f"triton_carried_backward({schema(CarriedBackwardCall)}) -> Tensor[]",
@@ -197,12 +199,12 @@ class _CarriedScan(torch.autograd.Function):
         d_o = torch.zeros_like(operands.v) if d_o is None else d_o.contiguous()
         d_final = torch.zeros_like(operands.state) if d_final is None else d_final
         heads, _ = _wanted(d_final.shape[0], links)
-        (d_total,) = _summary_backward_op(*operands, *kind, prepared, ends, heads, d_o)
+        d_total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, heads, d_o)
         first = slice(None, None, links.segments)
         contribution = d_total[first, :, :V].mT + total[first, :, V:] @ d_final[first]
         after = incoming_gradients(contribution, total[links.tails][:, :, V:], torch.matmul, links)
         d_final = d_final.index_add(0, links.tails, after)
-        present = iter(_backward_op(*operands, *kind, prepared, checkpoints, d_o, d_final))
+        present = iter(_backward_op(*operands, *kind, prepared, d_ends, checkpoints, d_o, d_final))
         grads = [next(present) if exists else None for exists in gradients_of(operands, kind).values()]
         grads.append(None)  # of cu_seqlens
         needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]

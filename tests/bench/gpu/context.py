@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from deltazoo.backends.context_parallel import exchange
-from deltazoo.backends.context_parallel.plan import Cut, make_plan
+from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
@@ -232,7 +232,7 @@ def model(name: str, n: int) -> dict[str, Any]:
     d_o = torch.randn(1, work.T, work.HV, work.V, device="cuda", dtype=torch.bfloat16)
     bound, row = bind(work.spec, "triton"), {"work": name, "gpus": n, "mode": "graph, no communication"}
     cut = Cut(tuple(g * work.T // n for g in range(n + 1)), tuple(range(n)))
-    plan = make_plan(work.documents, cut, n // 2, n, "", 16, "cuda")
+    plan = make_plan(work.documents, cut, n // 2, n, "", most_segments(work.documents, cut), "cuda")
     batch = ContextBatch(plan, (1, work.T))
     row["one_gpu_ms"] = milliseconds(captured(whole_step(bound, work, operands, d_o)))
     row["split_ms"] = milliseconds(captured(split_step(bound, batch, operands, d_o)))
