@@ -8,9 +8,15 @@ installed, its context parallelism runs beside the gated delta rule.
     python context.py OUT.json WORK,... --model N
 
 runs on one GPU the work of one rank of N, with a local copy in place of the exchange: a bound without communication.
+
+    torchrun --nproc-per-node 4 context.py OUT.json PRESET,... --step
+
+times forward and backward of models in bfloat16, with recomputed layers and without the reduction of gradients: a row
+of 131,072 tokens over all GPUs against rows of equal parts of it, one on each.
 """
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -27,7 +33,9 @@ from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
 from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.blocks.model.compilation import compile_layers
 from deltazoo.blocks.parallel.context import ContextBatch, ContextParallel
+from deltazoo.blocks.spec.stack_spec import preset
 
 
 class Work(NamedTuple):
@@ -205,6 +213,34 @@ def measure(name: str, parallel: ContextParallel, graphs: bool) -> dict[str, Any
     return row
 
 
+def measure_step(name: str, parallel: ContextParallel, T: int = 131_072) -> dict[str, Any]:
+    """Measure a model's step with context parallelism and with data parallelism."""
+    n = dist.get_world_size()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = preset(name).build().bfloat16()
+    compile_layers(model.checkpoint_layers("full"))
+    rows = torch.randint(model.spec.vocab, (1, T + 1), device="cuda")
+    dist.broadcast(rows, 0)
+    batch, part = parallel.plan(1, T), T // n
+
+    def run(*arguments: Any) -> Callable[[], Any]:
+        def step() -> None:
+            model.zero_grad()
+            model.loss(*arguments).backward()
+
+        return step
+
+    data = run(rows[:, :part].contiguous(), rows[:, 1 : part + 1].contiguous())
+    context = run(batch.shard(rows[:, :-1]), batch.shard(rows[:, 1:]), batch.context)
+    row: dict[str, Any] = {"work": f"step of {name}", "gpus": n, "tokens": T}
+    row["data_parallel_ms"] = milliseconds(data, calls=1, repeats=3)
+    row["context_parallel_ms"] = milliseconds(context, calls=1, repeats=3)
+    row["efficiency"] = row["data_parallel_ms"] / row["context_parallel_ms"]
+    row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
 class LocalCopies:
     """Collectives of `ranks` equal ranks, computed by copies on this GPU."""
 
@@ -243,7 +279,8 @@ def model(name: str, n: int) -> dict[str, Any]:
 def main() -> None:
     arguments = sys.argv[1:]
     ranks = int(arguments.pop(arguments.index("--model") + 1)) if "--model" in arguments else 0
-    out, *names = [x for x in arguments if x != "--model"]
+    steps = "--step" in arguments
+    out, *names = [x for x in arguments if not x.startswith("--")]
     works = names[0].split(",") if names else list(WORKS)
     rows = []
 
@@ -259,10 +296,15 @@ def main() -> None:
         for name in works:
             report(model(name, ranks))
         return
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("context",))
     parallel = ContextParallel(mesh)
+    if steps:
+        for name in works:
+            report(measure_step(name, parallel))
+        dist.destroy_process_group()
+        return
     for graphs in (False, True):
         for name in works:
             report(measure(name, parallel, graphs))
