@@ -138,7 +138,7 @@ def make_plan(
         bounds += [s.end + offset for s in padded]
         starts = [documents[s.document] if s.end > s.start else s.start for s in piece]
         key_bounds.append([*starts, *[cut.bounds[g + 1]] * (padding + 1)])
-        positions += [t - documents[s.document] for s in piece for t in range(s.start, s.end)]
+        positions += [torch.arange(s.start, s.end) - documents[s.document] for s in piece]
     distance = []
     for p in local:
         passed, row, reached = 0, [-1] * len(pieces), not pieces[p][0].begins
@@ -147,11 +147,12 @@ def make_plan(
             passed, reached = passed + lengths[g], reached and joins[g]
         distance.append(row)
 
+    def copied(host: Tensor) -> Tensor:
+        is_cuda = torch.device(device).type == "cuda"
+        return host.pin_memory().to(device, non_blocking=True) if is_cuda else host.to(device)
+
     def tensor(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        if torch.device(device).type == "cuda":
-            return host.pin_memory().to(device, non_blocking=True)
-        return host.to(device)
+        return copied(torch.tensor(values, dtype=dtype))
 
     return ContextPlan(
         group, ranks, tuple(by_rank.index(g) for g in range(len(pieces))), local,
@@ -161,7 +162,7 @@ def make_plan(
         receives=tensor([not pieces[g][0].begins for g in local], torch.bool),
         continues=tensor([g + 1 < len(pieces) and not pieces[g + 1][0].begins for g in local], torch.bool),
         joins=tensor(joins, torch.bool),
-        lengths=tensor(lengths), distance=tensor(distance), positions=tensor([positions]),
+        lengths=tensor(lengths), distance=tensor(distance), positions=copied(torch.cat(positions)[None]),
         document_lengths=tensor([b - a for a, b in itertools.pairwise(documents)]),
         key_bounds=tensor(key_bounds),
     )  # fmt: skip

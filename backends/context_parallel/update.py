@@ -27,7 +27,7 @@ from torch import Tensor
 from deltazoo.backends.context_parallel.carry import first_states, incoming, scale_state, with_incoming
 from deltazoo.backends.context_parallel.exchange import connected
 from deltazoo.backends.context_parallel.plan import ContextPlan
-from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, state_dtype
+from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, state_dtype, without_autocast
 from deltazoo.backends.update.dispatch import BoundUpdate
 
 
@@ -37,6 +37,11 @@ def carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
     Args: inputs: those of the local tokens, B = 1; `state` holds that before each document [D, HV, K, V].
     Returns: o [1, T, HV, V] and the final state of each segment [N, HV, K, V].
     """
+    with without_autocast(inputs.q):
+        return _carried_update(bound, inputs, plan)
+
+
+def _carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> UpdateOutput:
     state = inputs.state
     inputs = inputs._replace(cu_seqlens=plan.cu_seqlens)
     if bound.spec.decay == "rate":

@@ -259,6 +259,13 @@ def _check(x_BTD: Tensor, context: Context) -> None:
             raise DtypeError(f"context.{name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != x_BTD.device:
             raise DeviceError(f"context.{name} must be on {x_BTD.device}, where x is, got {tensor.device}")
+    if context.parallel is not None and (context.cu_seqlens is None or context.parallel.positions.shape[1] != T):
+        expected = list(context.parallel.positions.shape)
+        missing = " and no cu_seqlens" if context.cu_seqlens is None else ""
+        raise ShapeError(
+            f"context.parallel needs the {expected} tokens of this rank and the cu_seqlens of its segments, as in "
+            f"ContextBatch.context, got x of shape {list(x_BTD.shape)}{missing}"
+        )
     if context.cu_seqlens is not None:
         _check_packed(x_BTD, context.cu_seqlens)
         if context.mask is not None:

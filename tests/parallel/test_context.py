@@ -91,6 +91,12 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
         parallel.plan(2, 3).shard(torch.zeros(3, 2))
     with pytest.raises(OperandError, match="layout must be one of 'contiguous', 'zigzag', got 'ring'"):
         ContextParallel(mesh, "ring")  # type: ignore[arg-type]
+    context = parallel.plan(1, 6).context
+    mixer = ZOO["gated_deltanet"].build(WIDTH, backend="reference")
+    with pytest.raises(ShapeError, match=r"context.parallel needs the \[1, 6\] tokens of this rank .* \[1, 5, 24\]"):
+        mixer(torch.zeros(1, 5, WIDTH), None, context)
+    with pytest.raises(ShapeError, match="and no cu_seqlens"):
+        mixer(torch.zeros(1, 6, WIDTH), None, context._replace(cu_seqlens=None))
 
 
 @pytest.mark.parallel

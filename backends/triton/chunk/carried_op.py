@@ -28,6 +28,7 @@ from deltazoo.backends.triton.operands import (
 )
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.runtime.replay import replayed
+from deltazoo.backends.update.base import without_autocast
 
 _OPERANDS, _KIND = len(ScanOperands._fields), len(ScanKind._fields)
 
@@ -201,8 +202,9 @@ class _CarriedScan(torch.autograd.Function):
         heads, _ = _wanted(d_final.shape[0], links)
         d_total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, heads, d_o)
         first = slice(None, None, links.segments)
-        contribution = d_total[first, :, :V].mT + total[first, :, V:] @ d_final[first]
-        after = incoming_gradients(contribution, total[links.tails][:, :, V:], torch.matmul, links)
+        with without_autocast(d_o):
+            contribution = d_total[first, :, :V].mT + total[first, :, V:] @ d_final[first]
+            after = incoming_gradients(contribution, total[links.tails][:, :, V:], torch.matmul, links)
         d_final = d_final.index_add(0, links.tails, after)
         present = iter(_backward_op(*operands, *kind, prepared, d_ends, checkpoints, d_o, d_final))
         grads = [next(present) if exists else None for exists in gradients_of(operands, kind).values()]
