@@ -10,6 +10,7 @@ G pieces of all ranks, P of this rank, N segments, D documents, C channels
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,27 +53,47 @@ def incoming(
     return torch.stack([states[g] for g in plan.local])
 
 
-def incoming_gradients(contribution: Tensor, maps: Tensor, apply: Apply, plan: Links) -> Tensor:
-    """Return the gradient of the state after each local piece from the pieces after it, [P, ...]: `incoming` reversed.
+class Matrices(NamedTuple):
+    """The states before the local pieces, transposed [P, HV, V, K], and the maps of all pieces [G, HV, K, K].
 
-        E_g = D_g + M_g^T E_(g+1)    if the last segment of piece g continues a document, else D_g
-
-    Args:
-        contribution: D [P, ...], the gradient of the state before the piece from the piece's own outputs.
-        maps: [P, ...]; apply: (the map of one piece, a gradient) -> the gradient before it.
+    A map is zero if the last segment of its piece begins a document.
     """
-    P, size = contribution.shape[0], contribution[:1].numel()
-    own = torch.where(plan.receives.view(-1, *[1] * (contribution.dim() - 1)), contribution, 0.0)
-    gathered = gather_pieces(torch.cat([own.reshape(P, -1), maps.reshape(P, -1)], 1), plan)
-    contributions = gathered[:, :size].view(-1, *contribution.shape[1:])
-    all_maps = gathered[:, size:].view(-1, *maps.shape[1:])
-    gradient = torch.zeros_like(contributions[0])
-    gradients = {len(plan.order) - 1: gradient}
-    for g in range(len(plan.order) - 1, min(plan.local), -1):
-        gradient = contributions[g] + torch.where(plan.joins[g], apply(all_maps[g], gradient), 0.0)
-        gradients[g - 1] = gradient
-    continues = plan.continues.view(-1, *[1] * (contribution.dim() - 1))
-    return torch.where(continues, torch.stack([gradients[g] for g in plan.local]), 0.0)
+
+    states: Tensor
+    maps: Tensor
+
+
+def incoming_matrices(total: Tensor, V: int, links: Links) -> Matrices:
+    """Return the transposed state before each local piece: `incoming` for maps that are matrices, without gradients.
+
+        C_(g+1)^T = C_g^T M_g + N_g^T
+
+    Args: total: [P, HV, V + K, K], N^T above M.
+    """
+    gathered = gather_pieces(total, links)
+    maps = torch.where(links.joins.view(-1, 1, 1, 1), gathered[:, :, V:], 0.0)
+    states = [torch.zeros_like(gathered[0, :, :V]), gathered[0, :, :V]]
+    for g in range(1, max(links.local)):
+        states.append(torch.baddbmm(gathered[g, :, :V], states[-1], maps[g]))
+    return Matrices(torch.stack([states[g] for g in links.local]), maps)
+
+
+def incoming_gradients(contribution: Tensor, maps: Tensor, links: Links) -> Tensor:
+    """Return the transposed gradient of the state after each local piece, from the pieces after it [P, HV, V, K].
+
+        E_g^T = E_(g+1)^T M_g^T + D_g^T
+
+    Args: contribution: D^T [P, HV, V, K], the gradient of the state before a piece from the piece's own outputs; maps:
+        those of `incoming_matrices`.
+    """
+    own = torch.where(links.receives.view(-1, 1, 1, 1), contribution, 0.0)
+    gathered = gather_pieces(own, links)
+    last = len(links.order) - 1
+    gradients = {last: torch.zeros_like(gathered[0]), last - 1: gathered[last]}
+    for g in range(last - 1, min(links.local), -1):
+        gradients[g - 1] = torch.baddbmm(gathered[g], gradients[g], maps[g].mT)
+    after = torch.stack([gradients[g] for g in links.local])
+    return torch.where(links.continues.view(-1, 1, 1, 1), after, 0.0)
 
 
 def scale_state(decay: Tensor, state: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class ContextPlan(NamedTuple):
             of g belongs to the document that p continues; else -1.
         positions: [1, T] int64, index of each token in its document.
         document_lengths: [D] int64.
+        is_head, is_outer: [N] int32, 1 for the first segments of pieces, and for the first and last ones.
         gathers: whether mixers that cannot split their tokens run on those of all ranks, on every rank.
         key_bounds: [P, S + 1] int64, index in the line of the first token of each segment's document, then the end of
             the piece.
@@ -59,6 +60,8 @@ class ContextPlan(NamedTuple):
     positions: Tensor
     document_lengths: Tensor
     key_bounds: Tensor
+    is_head: Tensor
+    is_outer: Tensor
     gathers: bool = False
 
     @property
@@ -71,7 +74,7 @@ class ContextPlan(NamedTuple):
         """What combines the summaries of pieces."""
         return Links(
             self.group, self.ranks, self.order, self.local, self.segments,
-            self.tails, self.receives, self.continues, self.joins,
+            self.tails, self.receives, self.continues, self.joins, self.is_head, self.is_outer,
         )  # fmt: skip
 
     @property
@@ -97,6 +100,8 @@ class Links(NamedTuple):
     receives: Tensor
     continues: Tensor
     joins: Tensor
+    is_head: Tensor
+    is_outer: Tensor
 
 
 class Cut(NamedTuple):
@@ -165,6 +170,10 @@ def make_plan(
         lengths=tensor(lengths), distance=tensor(distance), positions=copied(torch.cat(positions)[None]),
         document_lengths=tensor([b - a for a, b in itertools.pairwise(documents)]),
         key_bounds=tensor(key_bounds),
+        is_head=tensor([i % segments == 0 for i in range(len(document))], torch.int32),
+        is_outer=tensor(
+            [i % segments in (0, len(pieces[g]) - 1) for g in local for i in range(segments)], torch.int32
+        ),
     )  # fmt: skip
 
 

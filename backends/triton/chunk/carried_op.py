@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.context_parallel.carry import incoming, incoming_gradients, with_incoming
+from deltazoo.backends.context_parallel.carry import incoming_gradients, incoming_matrices, with_incoming
 from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import operator
@@ -171,15 +171,13 @@ class _CarriedScan(torch.autograd.Function):
         operands, kind, links = _split(arguments)
         first = operands.state
         assert first is not None
-        _, wanted = _wanted(first.shape[0], links)
-        prepared, ends, total = _summary_op(*operands, *kind, wanted)
-        V = first.shape[-1]
-        tails = total[links.tails]
-        maps = tails[:, :, V:].mT
-        contribution = tails[:, :, :V].mT + maps @ first[links.tails]
-        state = with_incoming(first, incoming(contribution, maps, torch.matmul, links), links)
+        prepared, ends, total = _summary_op(*operands, *kind, links.is_outer)
+        V, tails = first.shape[-1], total.index_select(0, links.tails)
+        tails[:, :, :V] += first.index_select(0, links.tails).mT @ tails[:, :, V:]
+        carried, maps = incoming_matrices(tails, V, links)
+        state = with_incoming(first, carried.mT, links)
         o, final, checkpoints = _scan_op(*operands._replace(state=state), *kind, prepared, ends)
-        return o, final, state, prepared, ends, checkpoints, total
+        return o, final, state, prepared, ends, checkpoints, maps, total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -194,30 +192,24 @@ class _CarriedScan(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         operands, kind = ScanOperands(*ctx.saved_tensors[:_OPERANDS]), ctx.kind
-        prepared, ends, checkpoints, total, *links = ctx.saved_tensors[_OPERANDS:]
+        prepared, ends, checkpoints, maps, total, *links = ctx.saved_tensors[_OPERANDS:]
         links, V = Links(*ctx.links, *links), operands.v.shape[-1]
         assert operands.state is not None
         d_o = torch.zeros_like(operands.v) if d_o is None else d_o.contiguous()
-        d_final = torch.zeros_like(operands.state) if d_final is None else d_final
-        heads, _ = _wanted(d_final.shape[0], links)
-        d_total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, heads, d_o)
+        d_total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, links.is_head, d_o)
         first = slice(None, None, links.segments)
         with without_autocast(d_o):
-            contribution = d_total[first, :, :V].mT + total[first, :, V:] @ d_final[first]
-            after = incoming_gradients(contribution, total[links.tails][:, :, V:], torch.matmul, links)
+            contribution = d_total[first, :, :V]
+            if d_final is not None:
+                contribution = contribution + d_final[first].mT @ total[first, :, V:].mT
+            after = incoming_gradients(contribution, maps, links).mT
+        d_final = torch.zeros_like(operands.state) if d_final is None else d_final
         d_final = d_final.index_add(0, links.tails, after)
         present = iter(_backward_op(*operands, *kind, prepared, d_ends, checkpoints, d_o, d_final))
         grads = [next(present) if exists else None for exists in gradients_of(operands, kind).values()]
         grads.append(None)  # of cu_seqlens
         needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
         return *needed, *(None for _ in kind), *(None for _ in links)
-
-
-def _wanted(N: int, links: Links) -> tuple[Tensor, Tensor]:
-    """Return which sequences are the first of a local piece, and which are the first or the last: [N] int32."""
-    sequence_N = torch.arange(N, device=links.tails.device)
-    heads = sequence_N % links.segments == 0
-    return heads.int(), (heads | (sequence_N == links.tails[:, None]).any(0)).int()
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[ScanOperands, ScanKind, Links]:
