@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.chunk.heuristic import segments_fit
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of, make_plan
 from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS, TAIL
 from deltazoo.backends.triton.chunk.saved import Prepared
@@ -67,7 +68,8 @@ def _segment_chunks(problem: Problem, processors: int) -> int:
     The longest sequence of a pack may have most of its tokens.
     """
     segments = max(processors // (problem.HV * cdiv(problem.V, 128)), 1)
-    return max(_SMALLEST_SEGMENT, power_of_two(cdiv(max(cdiv(problem.T, CHUNK), 1), segments)))
+    chunks = max(cdiv(problem.T, CHUNK), 1)
+    return min(max(_SMALLEST_SEGMENT, power_of_two(cdiv(chunks, segments))), segments_fit(problem, segments, _SCRATCH))
 
 
 def without_segments(plan: Plan) -> tuple[Plan, bool]:
