@@ -53,12 +53,9 @@ def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
     plan = plan._replace(forward_segment_chunks=split, segment_chunks=split, forward_narrow_min_chunks=0, carried=True)
     span = segments_span(plan)
     stored = span._replace(checkpoint_chunks=plan.checkpoint_chunks)
-    forward = launches_of(
-        plan,
-        ("combine", COMBINE, span, ""),
-        ("scan", plan.kernels["scan"], stored, ""),
-        *([("tail", TAIL, span, "")] if problem.packed else []),
-    )
+    forward = launches_of(plan, ("combine", COMBINE, span, ""), ("scan", plan.kernels["scan"], stored, ""))
+    if problem.packed:
+        forward += launches_of(plan, ("tail", TAIL, span, ""))
     return plan._replace(forward=forward)
 
 
