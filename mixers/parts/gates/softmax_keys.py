@@ -3,6 +3,8 @@
 B batch, T time, H heads, K key width, N sequences
 """
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
@@ -20,6 +22,8 @@ class SoftmaxKeys(OperandPart, Stateful):
     State: z, [B, H K].
     Source: LightNet, Qin 2024, 2405.21022.
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()

@@ -33,6 +33,8 @@ class TemperedProjection(nn.Module, Stateful):
     Source: Rodimus, He 2025, 2410.06577; initial values, fla's `modeling_rodimus.py`.
     """
 
+    splits: ClassVar[bool] = True
+
     def __init__(self, shape: HeadShape, rank: int, conv_width: int) -> None:
         super().__init__()
         K, C = shape.key_width, shape.value_width
