@@ -16,7 +16,6 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 # and with backward, segments against none: 8 heads (16 SMs for each) 0.255 and 0.759 against 0.287 and 0.923, 16 heads
 # 0.398 and 1.145 against 0.341 and 1.152, 32 heads 0.566 and 1.851 against 0.451 and 1.646.
 _CHANNEL_SMS_PER_PROGRAM = 12  # the fewest with which segments are worth it
-_SEGMENTED_SCRATCH = 2**29  # bytes of a backward with segments
 
 
 def heuristic(problem: Problem, device: DeviceSpec, segment_chunks: int | None = None) -> LaunchConfig:
@@ -129,9 +128,7 @@ def _scratch(problem: Problem, device: DeviceSpec, segment_chunks: int) -> int:
     665 MiB against 1.35 and 697.
     """
     if segment_chunks and not occupies(problem, device):
-        # A dense window holds as many segments as run at once: one more would take as long as all of them.
-        together = problem.N * _segments_at_once(problem, device) * segment_chunks * _slot_bytes(problem)
-        return _SEGMENTED_SCRATCH if problem.packed else min(_SEGMENTED_SCRATCH, together)
+        return 2**29
     is_kda = problem.decay == "channel" and problem.delta and not (problem.erase_key or problem.dplr or problem.packed)
     return 2**25 if is_kda and _fills(problem, device) else LaunchConfig().scratch
 
@@ -151,10 +148,10 @@ def _segment_chunks(problem: Problem, device: DeviceSpec) -> int:
         if fused or not (problem.packed and problem.delta) or chunks < 32 or programs > 3 * device.processors:
             return 0
         return power_of_two(chunks + 1) // 2  # at most the average, so that packs of 2^n chunks remain whole
-    segments = _segments_at_once(problem, device)
+    segments = max(2, device.processors // max(programs, 1))
     if chunks < 32 or (problem.decay == "channel" and not problem.dplr and segments < _CHANNEL_SMS_PER_PROGRAM):
         return 0
-    return min(max(16, power_of_two(cdiv(chunks, segments))), segments_fit(problem, segments, _SEGMENTED_SCRATCH))
+    return max(16, power_of_two(cdiv(chunks, segments)))
 
 
 def segments_fit(problem: Problem, segments: int, scratch: int) -> int:
@@ -163,11 +160,6 @@ def segments_fit(problem: Problem, segments: int, scratch: int) -> int:
     Otherwise a window of a long sequence has too few segments to occupy the device.
     """
     return max(16, power_of_two(scratch // _slot_bytes(problem) // segments + 1) // 2)
-
-
-def _segments_at_once(problem: Problem, device: DeviceSpec) -> int:
-    """The segments of each sequence that occupy the device, at least two."""
-    return max(2, device.processors // max(problem.N * problem.HV * cdiv(problem.V, 128), 1))
 
 
 def _slot_bytes(problem: Problem) -> int:
