@@ -1,0 +1,1 @@
+"""Log-linear attention: a state for each level of a Fenwick tree over the past."""

@@ -1,0 +1,62 @@
+"""Operands of the kernels of log-linear attention, and what the kernels support; does not import Triton."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
+from deltazoo.backends.triton.limits import current_limits, runs_elementwise_kernels
+
+CHUNK = 64
+MAX_KEYS = 128
+MAX_LEVELS = CHUNK.bit_length() + 16
+_SHARED_MEMORY = 98304  # bytes per block of the largest kernel of training, compiled for sm_89 with Triton 3.7.1
+
+
+class LevelOperands(NamedTuple):
+    """The tensors of log-linear attention. None: no such operand.
+
+    B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, L levels, J = L - 7
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], times the write strength.
+        log_decay: [B, T, HV] float32. erase: [B, T, HV] float32, the erase strength; None: no erase term.
+        weights: lambda, [B, T, HV, L].
+        state: [N, J, HV, K, V] float32, the states of the levels from 7 on before the first token of each row.
+        first: [N] int32, with a state: the number of tokens before, divided by 64.
+        counts: [N] int32, with a state: the tokens of each row that are processed, a multiple of 64.
+        cu: [N + 1] int32, the bounds of packed sequences, without a state; then B = 1.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    erase: Tensor | None
+    weights: Tensor
+    state: Tensor | None = None
+    first: Tensor | None = None
+    counts: Tensor | None = None
+    cu: Tensor | None = None
+
+
+def are_supported(x: LevelOperands) -> bool:
+    """Whether the kernels take the dtypes, widths and levels of the operands."""
+    same = x.q.dtype == x.k.dtype == x.v.dtype and x.q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    levels = x.weights.shape[-1]
+    return same and x.q.shape[-1] <= MAX_KEYS and CHUNK.bit_length() < levels <= MAX_LEVELS
+
+
+@constant_in_graphs
+def runs_level_kernels(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
+    """Whether the kernels run on a device: those of training fit its memory, and its Triton compiles them.
+
+    float32 runs in the interpreter alone: on an H200 with Triton 3.6 `level_gradients_kernel` ended with "an illegal
+    memory access". The interpreter, with all addresses checked, finds none outside its tensors.
+    """
+    if dtype not in (torch.float16, torch.bfloat16) or not runs_elementwise_kernels(device_type, index, dtype):
+        return False
+    with torch.cuda.device(index):
+        reasons, _, shared_memory = current_limits(True)
+    return not reasons and shared_memory >= _SHARED_MEMORY
