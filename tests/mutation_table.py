@@ -127,12 +127,14 @@ MIXERS = [
         "test", f"mixers/test_equations_additive.py{EQUATION}[reference-mamba3]",
     ),
     Mutation(
-        "log-linear attention: the tree of a piece starts at its first token", "mixers/parts/memory/log_linear.py",
-        'before + state["seen"][:, None]', "before",
+        "log-linear attention: the tree of a piece starts at its first token",
+        "mixers/parts/memory/log_linear_chunks.py",
+        "before + seen_B[:, None]", "before",
         "test", "mixers/test_log_linear.py::test_pieces_that_start_inside_chunks_equal_one_call[gdn-[64, 64, 22]]",
     ),
     Mutation(
-        "log-linear attention: the last level passes its tokens on", "mixers/parts/memory/log_linear.py",
+        "log-linear attention: the last level passes its tokens on",
+        "mixers/parts/memory/log_linear_chunks.py",
         "torch.where(carried_L == last, last, level(t, bucket))", "level(t, bucket)",
         "test", "mixers/test_log_linear.py::test_mixer_equals_its_definition[gdn, two levels]",
     ),

@@ -28,7 +28,8 @@ from deltazoo.mixers.core.sequences import (
 )
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.update import update_flops
-from deltazoo.mixers.parts.memory.log_linear import MAX_LEVELS, LogLinearUpdate
+from deltazoo.mixers.parts.memory.log_linear import LogLinearUpdate
+from deltazoo.mixers.parts.memory.log_linear_chunks import MAX_LEVELS
 
 
 class LogLinearConfig(FilterConfig, ABC):
@@ -74,7 +75,7 @@ class LogLinearConfig(FilterConfig, ABC):
 class LogLinearMixer(Mixer):
     """y = W_o outputs(update(operands(project(x)))).
 
-    Args: backend: of the short convolution; plain PyTorch computes the update. name: the mixer's, for its state.
+    Args: backend: of the short convolution; `LogLinearUpdate` computes the update. name: the mixer's, for its state.
     State: "project", the convolution's; "levels" of `LogLinearUpdate` as "NAME.levels", and its "seen".
     """
 

@@ -3,30 +3,24 @@
 B batch, T time, D width, H key heads, HV value heads, K key width, V value width, C tokens per chunk, L levels
 """
 
-from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.log_linear import CHUNK, LevelOperands, is_supported, level_scan, level_step_
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.lowering import log_decay, strengths
 from deltazoo.backends.update.spec import UpdateSpec
-from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.delta_mixer import mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import token_counts, unpack
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import softplus
-from deltazoo.mixers.parts.memory.token_scan import TokenScan
-
-CHUNK = 64  # a power of two
-MAX_LEVELS = 23
-POSITIONS = 2**MAX_LEVELS  # positions are taken modulo this number, so that float32 holds them exactly
+from deltazoo.mixers.parts.memory.log_linear_chunks import scan_packed, scan_rows
 
 
 class LogLinearUpdate(nn.Module):
@@ -37,8 +31,9 @@ class LogLinearUpdate(nn.Module):
     `spec`. lambda_t^(l) = softplus(gain_l (W x_t)_l) for each value head.
 
     Inside a chunk the weights of all pairs of tokens are computed from a C x C matrix; between chunks the states of the
-    levels are carried: O(T L) work, O(L) states. Computed in float32 (float64) in plain PyTorch, in chunks that
-    may start at any position, so that prefill, continuation and decoding share one implementation.
+    levels are carried: O(T L) work, O(L) states. On a GPU kernels compute whole chunks and decoded tokens
+    (backends/ops/log_linear.py). All else is computed in float32 (float64) in plain PyTorch, in chunks that may start
+    at any position.
 
     Args: spec: additive or delta, with a decay per head and scale 1; levels: L.
     State: "levels", S^(1) to S^(L - 1), [B, L - 1, HV, K, V]; "seen", the number of tokens so far, [B] int64.
@@ -83,169 +78,111 @@ class LogLinearUpdate(nn.Module):
         decay = log_decay(self.spec, inputs)
         assert decay is not None
         v = inputs.v if write is None else inputs.v * write[..., None]
-        operands = [y.to(dtype) for y in (inputs.q, inputs.k, decay, *([] if erase is None else [erase]), weights, v)]
+        operands = LevelOperands(inputs.q, inputs.k, v, decay, erase, weights)
         count_B = token_counts(x, context)
+        if state is None:
+            return self._without_state(operands, count_B, context.cu_seqlens).to(inputs.v.dtype), None
         if context.cu_seqlens is None:
-            o, new_state = self._scan(_in_rows(operands, count_B, state), state)
-            o = o.flatten(1, 2)[:, : x.shape[1]]
-        elif state is None:
-            chunks, index_T = _in_one_row(operands, context.cu_seqlens)
-            o, new_state = self._scan(chunks, None)
-            o = o.flatten(1, 2)[:, index_T]
+            o, levels = self._with_state(operands, count_B, state)
         else:
-            rows, _, index_T = unpack(operands, context.cu_seqlens)
-            o, new_state = self._scan(_in_rows(rows, count_B, state), state)
-            o = o.flatten(1, 2)[:, : x.shape[1]].flatten(0, 1)[index_T][None]
-        if state is not None:
-            new = {"levels": new_state, "seen": state["seen"] + count_B}
-            return o.to(inputs.v.dtype), {name: write_back(state[name], tensor) for name, tensor in new.items()}
-        return o.to(inputs.v.dtype), None
+            rows, index_T = _unpack(operands, context.cu_seqlens)
+            o, levels = self._with_state(rows, count_B, state)
+            o = o.flatten(0, 1)[index_T][None]
+        new = {"levels": levels, "seen": state["seen"] + count_B}
+        # a decoded token has updated the levels in place
+        kept = {
+            name: tensor if tensor is state[name] else write_back(state[name], tensor) for name, tensor in new.items()
+        }
+        return o.to(inputs.v.dtype), kept
 
-    def _scan(self, chunks: "_Chunks", state: dict[str, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return the outputs [B, M, C, HV, V] and the states of the levels after the last chunk of each row."""
-        like = chunks.operands[-1]
-        # Without earlier tokens chunks start at multiples of CHUNK, where the levels inside a chunk are empty.
-        first = min(CHUNK.bit_length(), self.levels - 1)
-        levels = self._no_writes(like.shape[0], first, like) if state is None else state["levels"].to(like.dtype)
-        scan = ADDITIVE_SCAN if self.spec.transition == "additive" else DELTA_SCAN
-        numbers = [y.to(like.dtype) for y in (chunks.start, chunks.real, chunks.continues)]
-        o, (new_levels,) = scan([levels], [*numbers, *chunks.operands], [], Context())
-        return o, new_levels
+    def _without_state(self, x: LevelOperands, count_B: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Return o. A sequence begins at token 0 of the tree."""
+        on_gpu = _for_kernels(x)
+        if is_supported(on_gpu):
+            return level_scan(on_gpu._replace(cu=cu_seqlens))[0]
+        # Chunks start at multiples of CHUNK, where the levels inside a chunk hold no tokens.
+        levels = self._no_writes(x.q.shape[0], min(CHUNK.bit_length(), self.levels - 1), x.q)
+        if cu_seqlens is None:
+            return scan_rows(_for_scan(x), count_B, levels)[0]
+        return scan_packed(_for_scan(x), cu_seqlens, levels)
+
+    def _with_state(self, x: LevelOperands, count_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return o of rows, and the new states of the levels."""
+        T = x.q.shape[1]
+        on_gpu = _for_kernels(x)
+        if is_supported(on_gpu):
+            if T == 1 and not torch.is_grad_enabled():
+                return level_step_(on_gpu, state["levels"], state["seen"], count_B), state["levels"]
+            if not is_known(T <= CHUNK):
+                return self._in_pieces(on_gpu, count_B, state)
+        return scan_rows(_for_scan(x), count_B, state["levels"], state["seen"])
+
+    def _in_pieces(self, x: LevelOperands, count_B: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Run the kernels on the whole chunks of each row, and plain PyTorch on the tokens before and after them.
+
+        The chunks of the kernels begin at multiples of CHUNK, where the levels inside a chunk hold no tokens.
+        """
+        seen_B, levels = state["seen"], state["levels"]
+        begin_B = torch.minimum(-seen_B % CHUNK, count_B)
+        chunks_B = (count_B - begin_B) // CHUNK
+        end_B = begin_B + CHUNK * chunks_B
+        o_head, levels = self._piece(x, torch.zeros_like(begin_B), begin_B, levels, seen_B)
+        low, high = levels.split([CHUNK.bit_length() - 1, self.levels - CHUNK.bit_length()], 1)
+        middle = _rows_from(x, begin_B, x.q.shape[1])._replace(
+            state=high, first=((seen_B + begin_B) // CHUNK).int(), counts=(CHUNK * chunks_B).int()
+        )
+        o, high = level_scan(middle)
+        o_tail, levels = self._piece(x, end_B, count_B - end_B, torch.cat([low, high], 1), seen_B + end_B)
+        time_T = torch.arange(x.q.shape[1], device=seen_B.device)
+        o = _shifted(o, begin_B, time_T)
+        o = torch.where((time_T < begin_B[:, None])[..., None, None], _shifted(o_head, 0 * begin_B, time_T), o)
+        return torch.where((time_T < end_B[:, None])[..., None, None], o, _shifted(o_tail, end_B, time_T)), levels
+
+    def _piece(
+        self, x: LevelOperands, begin_B: Tensor, count_B: Tensor, levels: Tensor, seen_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Process at most CHUNK tokens of each row. Returns: o [B, CHUNK, HV, V]; the new states of the levels."""
+        is_real = torch.arange(CHUNK, device=seen_B.device) < count_B[:, None]
+        operands = [
+            torch.where(is_real.view(*is_real.shape, *[1] * (y.dim() - 2)), y, 0.0)
+            for y in _for_scan(_rows_from(x, begin_B, CHUNK))
+        ]
+        o, levels = scan_rows(operands, count_B, levels, seen_B)
+        return o.to(x.v.dtype), levels
 
     def extra_repr(self) -> str:
         return f"{self.spec!r}, levels={self.levels}"
 
 
-class _Chunks(NamedTuple):
-    """Operands in M chunks of C tokens, which a scan processes in order in each row.
-
-    operands: [B, M, C, ...], with zeros in place of absent tokens.
-    start: position of the first token in its sequence, modulo POSITIONS; real: number of tokens; continues: whether the
-        chunk continues the sequence, or state, before it. All [B, M].
-    """
-
-    operands: list[Tensor]
-    start: Tensor
-    real: Tensor
-    continues: Tensor
+def _for_kernels(x: LevelOperands) -> LevelOperands:
+    """Return the operands in the dtypes of the kernels."""
+    wide = state_dtype(x.q.dtype)
+    erase = None if x.erase is None else x.erase.to(wide)
+    return x._replace(v=x.v.to(x.q.dtype), log_decay=x.log_decay.to(wide), erase=erase)
 
 
-def _in_rows(operands: list[Tensor], count_B: Tensor, state: dict[str, Tensor] | None) -> _Chunks:
-    """Divide rows [B, T, ...] into chunks. Tokens after the first `count_B` must neither decay, erase nor write."""
-    B, T = operands[0].shape[:2]
-    size = max(T, 1) if is_known(T <= CHUNK) else CHUNK
-    chunks = (T + size - 1) // size
-    if not is_known(T <= CHUNK) and not is_known(T > CHUNK):  # else a graph with a dynamic T would depend on chunks > 1
-        chunks = torch.sym_max(chunks, 2)
-    before = torch.minimum(torch.arange(chunks, device=count_B.device) * size, count_B[:, None])
-    start = before if state is None else (before + state["seen"][:, None]) % POSITIONS
-    padding = chunks * size - T
-    in_chunks = [
-        F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding]).reshape(B, chunks, size, *x.shape[2:]) for x in operands
-    ]
-    return _Chunks(in_chunks, start, (count_B[:, None] - before).clamp(max=size), torch.ones_like(start))
+def _for_scan(x: LevelOperands) -> list[Tensor]:
+    """Return the operands of `scan_rows`, in the dtype of the states."""
+    operands = (x.q, x.k, x.log_decay, x.erase, x.weights, x.v)
+    return [y.to(state_dtype(x.q.dtype)) for y in operands if y is not None]
 
 
-def _in_one_row(operands: list[Tensor], cu_seqlens: Tensor) -> tuple[_Chunks, Tensor]:
-    """Divide packed sequences [1, T, ...] into chunks of one row, each sequence from the start of a chunk.
-
-    Returns: the chunks; the index [T] of each token among all tokens of the chunks.
-    """
-    T, N = operands[0].shape[1], cu_seqlens.shape[0] - 1
-    chunks = T // CHUNK + N + 1  # an upper bound; rows after the last sequence count as a further one
-    bounds = cu_seqlens.long()
-    ends_N = ((bounds.diff() + CHUNK - 1) // CHUNK).cumsum(0)
-    first = F.pad(ends_N, (1, 0))  # first chunk of each sequence
-    chunk_M = torch.arange(chunks, device=bounds.device)
-    owner_M = torch.searchsorted(ends_N, chunk_M, right=True)
-    start_M = (chunk_M - first[owner_M]) * CHUNK
-    sequence_T = sequence_index(cu_seqlens, T)
-    index_T = first[sequence_T] * CHUNK + torch.arange(T, device=bounds.device) - bounds[sequence_T]
-    in_chunks = [
-        x.new_zeros(chunks * CHUNK, *x.shape[2:]).index_copy(0, index_T, x[0]).reshape(1, chunks, CHUNK, *x.shape[2:])
-        for x in operands
-    ]
-    # The number of tokens in the last chunk of a sequence matters only to a chunk that continues it.
-    real_M = torch.full_like(start_M, CHUNK)
-    return _Chunks(in_chunks, start_M[None] % POSITIONS, real_M[None], (start_M > 0)[None]), index_T
+def _unpack(x: LevelOperands, cu_seqlens: Tensor) -> tuple[LevelOperands, Tensor]:
+    """Move each packed sequence to a row. Returns: the rows; the index of each packed token in the flattened rows."""
+    names = [name for name, y in zip(x._fields, x, strict=True) if y is not None]
+    rows, _, index_T = unpack([getattr(x, name) for name in names], cu_seqlens)
+    return x._replace(**dict(zip(names, rows, strict=True))), index_T
 
 
-def chunk_step(
-    erases: bool, state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]
-) -> tuple[list[Tensor], Tensor]:
-    """Process one chunk.
-
-    With G the decay from one token of the chunk to a later one, and N_ts = erase_t G_ts k_t^T k_s below the diagonal,
-    the delta rule reads the value of s at t with M = (G * Q K^T) (I + N)^-1, and the states of before the chunk with
-    E = G_0 Q - M Diag(erase) G_0 K. Without an erase N = 0.
-
-    state: states of the last levels [B, L', HV, K, V], of the tree at the chunk's first token.
-    operands: `start`, `real` and `continues` of `_Chunks` [B]; q, k [B, C, H, K]; log_decay and (if the recurrence
-        erases) the erase strength [B, C, HV]; lambda [B, C, HV, L]; v, times the write strength, [B, C, HV, V].
-    """
-    start, real, continues, q, k, decay = operands[:6]
-    S = torch.where(continues[:, None, None, None, None] > 0, state[0], 0.0)
-    weights, v = operands[-2:]
-    groups = v.shape[2] // q.shape[2]
-    q, k = (repeat(y, "b c h k -> b (h g) c k", g=groups) for y in (q, k))
-    total = decay.cumsum(1).mT  # [B, HV, C]
-    G = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
-    # The rows of `reads` map the values of the chunk to its outputs, and to its K contributions to a state.
-    reads = torch.cat([G * (q @ k.mT), (to_end * k).mT], 2)
-    E, chunk_decay = from_start * q, from_start[..., -1:, :]
-    carried = chunk_decay[:, None] * S
-    if erases:
-        erase = operands[6].mT[..., None]  # [B, HV, C, 1]
-        N = (erase * G * (k @ k.mT)).tril(-1)
-        reads = torch.linalg.solve_triangular(N, reads, upper=False, left=False, unitriangular=True)
-        erased_k = erase * from_start * k
-        E = E - reads[:, :, : q.shape[2]] @ erased_k
-        carried = carried - reads[:, None, :, q.shape[2] :] @ (erased_k[:, None] @ S)
-    M, R = reads.split([q.shape[2], q.shape[3]], 2)
-
-    tree = _Tree(start.long(), real.long(), v.shape[1], weights.shape[-1], S.shape[1])
-    token_weights = _gather_levels(weights, tree.token_levels)
-    bucket_weights = _gather_levels(weights, tree.bucket_levels)
-    o = (M * token_weights) @ v.transpose(1, 2)
-    o = o + torch.einsum("bhcl,bhck,blhkv->bhcv", bucket_weights, E, S)
-    new_S = torch.einsum("bml,blhkv->bmhkv", tree.moved.to(v.dtype), carried)
-    new_S = new_S + torch.einsum("bmc,bhkc,bchv->bmhkv", tree.written.to(v.dtype), R, v)
-    return [new_S], o.transpose(1, 2)
+def _rows_from(x: LevelOperands, begin_B: Tensor, size: int) -> LevelOperands:
+    """Return `size` tokens of each row from `begin_B` on; after the last token it is repeated."""
+    time = begin_B[:, None] + torch.arange(size, device=begin_B.device)
+    rows = torch.arange(begin_B.shape[0], device=begin_B.device)[:, None]
+    index = time.clamp(max=x.q.shape[1] - 1)
+    return LevelOperands._make(None if y is None else y[rows, index] for y in x)
 
 
-class _Tree:
-    """Levels of the tokens of a chunk, and of the carried buckets, which are those of the chunk's first token.
-
-    token_levels: level of s at t, [B, C, C]; bucket_levels: level at t of each carried bucket, [B, C, L'].
-    moved, written: whether a bucket, or a token, is in each carried level at the first token of the next chunk,
-        [B, L', L'] and [B, L', C].
-    """
-
-    def __init__(self, start_B: Tensor, real_B: Tensor, size: int, levels: int, carried: int) -> None:
-        last = levels - 1
-        carried_L = torch.arange(levels - carried, levels, device=start_B.device)
-        bucket_BL = start_B[:, None] >> carried_L << carried_L  # position of the first token of the bucket
-
-        def level(t: Tensor, s: Tensor) -> Tensor:
-            return torch.frexp((t ^ s).float()).exponent.long().clamp(max=last)
-
-        def bucket_level(t: Tensor, bucket: Tensor) -> Tensor:
-            return torch.where(carried_L == last, last, level(t, bucket))  # the last level keeps its tokens
-
-        token_BC = start_B[:, None] + torch.arange(size, device=start_B.device)
-        end_B1 = (start_B + real_B)[:, None]
-        self.token_levels = level(token_BC[:, :, None], token_BC[:, None, :])
-        self.bucket_levels = bucket_level(token_BC[:, :, None], bucket_BL[:, None, :])
-        self.moved = bucket_level(end_B1, bucket_BL)[:, None, :] == carried_L[:, None]
-        self.written = level(end_B1, token_BC)[:, None, :] == carried_L[:, None]
-
-
-def _gather_levels(weights: Tensor, levels: Tensor) -> Tensor:
-    """weights [B, C, HV, L] at levels [B, C, X] -> [B, HV, C, X]."""
-    index = levels[:, :, None].expand(-1, -1, weights.shape[2], -1)
-    return weights.gather(-1, index).transpose(1, 2)
-
-
-ADDITIVE_SCAN = TokenScan("log_linear_additive", partial(chunk_step, False))
-DELTA_SCAN = TokenScan("log_linear_delta", partial(chunk_step, True))
+def _shifted(o: Tensor, begin_B: Tensor, time_T: Tensor) -> Tensor:
+    """Return for each token of a row its output; o [B, .., HV, V] begins at `begin_B`. Elsewhere it is any number."""
+    index = (time_T - begin_B[:, None]).clamp(0, o.shape[1] - 1)
+    return o.gather(1, index[..., None, None].expand(-1, -1, *o.shape[2:]))
