@@ -52,6 +52,18 @@ def plain_gradients(
     return [next(gradients) if x.requires_grad else None for x in views]
 
 
+def distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return views for tensors that occur before in the sequence, so that an autograd.Function can be traced.
+
+    In a traced function one of two equal inputs loses its gradient on torch 2.11, without an error; 2.13 refuses them.
+    """
+    results: list[Tensor | None] = []
+    for x in tensors:
+        is_repeated = x is not None and any(x is other for other in results)
+        results.append(x.view_as(x) if x is not None and is_repeated else x)
+    return results
+
+
 class _SavedTensorsRead:
     """A context whose saved tensors have been read. Activation checkpointing allows that only once."""
 

@@ -11,6 +11,7 @@ from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.io.errors import OperandError, PluginError, UnsupportedError, cut
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
+from deltazoo.backends.torch_ext.autograd import distinct
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.update.check import check, check_commit, check_fused_decode, check_step, check_verify
@@ -49,6 +50,8 @@ class BoundUpdate:
         Raises: InputError or a subclass; UnsupportedError with the reasons of every candidate; PluginError.
         """
         check(self.spec, inputs)
+        if torch.compiler.is_compiling():
+            inputs = UpdateInputs._make(distinct(inputs))
         backend = self.backend_for(UpdateMeta.of(inputs))
         _record(backend.name, "update")
         with without_autocast(inputs.q):
