@@ -15,6 +15,7 @@ from deltazoo.backends.context_parallel.exchange import document_bounds, gather_
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.initialization import drawn_in_float32, init_weights
@@ -161,6 +162,8 @@ class Mixer(nn.Module, ABC):
         init_weights(self)
 
     def __call__(self, x: Tensor, state: State | None = None, context: Context | None = None) -> MixerOutput:
+        if torch.compiler.is_compiling():
+            record_einops_calls()
         if isinstance(context, Context) and context.parallel is not None and (reason := self.split_refusal()):
             return self._on_all_tokens(x, state, context, context.parallel, reason)
         return MixerOutput(*super().__call__(x, state, context))
