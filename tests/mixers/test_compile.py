@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.reference import ReferenceBackend
@@ -42,7 +41,7 @@ LENGTH_CASES = [
 ]
 # A mixer with chunks and one with a window; the rest of the zoo is slow.
 EXPORTED = ("gated_deltanet", "sliding_window")
-OTHERS = [x for x in OURS if x not in (*EXPORTED, "mesa")]
+OTHERS = [x for x in OURS if x not in EXPORTED]
 # elementwise scan, token scan, chunks
 INDUCTOR_CASES = ["mamba", pytest.param("titans", marks=slow), pytest.param("mlstm", marks=slow)]
 
@@ -149,16 +148,6 @@ def test_one_exported_program_takes_every_length_and_has_gradients(zoo: dict[str
         strict=True,
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-10)
-
-
-@slow
-def test_an_exported_mesa_refuses_gradients(zoo: dict[str, MixerConfig]) -> None:
-    mixer, x = build(zoo["mesa"], CHUNKED), draw(75)
-    program = export(mixer)
-    with torch.no_grad():
-        torch.testing.assert_close(program(x)[0], mixer(x)[0], rtol=1e-9, atol=1e-11)
-    with pytest.raises(UnsupportedError, match=r"call it under torch\.no_grad"):
-        program(x)
 
 
 @pytest.mark.parametrize("name", INDUCTOR_CASES)

@@ -117,7 +117,7 @@ def test_cost_equals_the_flops_that_torch_counts_outside_the_update(update_confi
     """Short convolutions are added, because torch does not count them."""
     config = update_config
     if isinstance(config, Mesa):
-        pytest.skip("its solve runs the update many times; see the next test")
+        pytest.skip("torch does not count the products of its solve; see the next test")
     mixer = config.build(24, backend="reference")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         mixer(torch.randn(1, 1, 24))

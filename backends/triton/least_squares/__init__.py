@@ -1,0 +1,1 @@
+"""Kernels that solve a least-squares system for every token."""
