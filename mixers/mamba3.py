@@ -14,8 +14,8 @@ from deltazoo.mixers.parts.skips import Skip
 from deltazoo.mixers.parts.ssm.mamba3 import (
     AccumulatedRotary,
     BiasedNorm,
-    PresentWrite,
     TrapezoidalGates,
+    TrapezoidalRead,
     TrapezoidalWrite,
 )
 
@@ -26,9 +26,8 @@ class Mamba3(HeadConfig):
     q and k, C and B in the paper, are normalised, get a bias per head and are rotated by angles that accumulate over
     the tokens. a, dt, lambda and the angles depend on the input. A skip connection D v and a SiLU gate follow.
 
-    The two writes of a token need no second update step: the write of k_t v_t^T at token t and the one at token t + 1
-    have the same outer product and are added. The update then makes one write per token, and its state is h_t without
-    the present token's write, which `TrapezoidalWrite` adds to the output. This is exact, and the published kernel
+    The two writes of k_t v_t^T, at the tokens t and t + 1, are one write to a state that is read before the next token
+    (`TrapezoidalWrite`), so that the update makes one write per token. This is exact, and the published kernel
     (state-spaces/mamba, mamba3_siso_fwd.py) sums the two factors in the same way.
     """
 
@@ -46,17 +45,17 @@ class Mamba3(HeadConfig):
     rotary_fraction: float = Field(default=0.5, gt=0, le=1, description="share of the K channels that rotate")
 
     def spec(self) -> UpdateSpec:
-        return UpdateSpec(decay="head", transition="additive", beta="head", scale=self.scale)
+        return UpdateSpec(decay="head", transition="additive", beta="head", read="before", scale=self.scale)
 
     def shape(self, width: int) -> HeadShape:
         return self.head_shape(width, value_heads=2 * width // (self.value_width or 64))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = QKVProjection(shape)
         operands: dict[str, OperandPart] = {
             "norm": BiasedNorm(shape, self.norm_eps),
             "gates": TrapezoidalGates(shape),
             "rotary": AccumulatedRotary(shape, self.rotary_fraction),
             "trapezoid": TrapezoidalWrite(shape, self.spec().scale_of(shape.key_width)),
         }
-        return Parts(projection, operands, {"present": PresentWrite(), "skip": Skip(shape), "gate": OutputGate(shape)})
+        outputs = {"present": TrapezoidalRead(), "skip": Skip(shape), "gate": OutputGate(shape)}
+        return Parts(QKVProjection(shape), operands, outputs)

@@ -122,8 +122,8 @@ MIXERS = [
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-preconditioned_kda]",
     ),
     Mutation(
-        "Mamba-3: the previous token's write does not decay", "mixers/parts/ssm/mamba3.py",
-        "beta = inputs.log_decay.exp() * (", "beta = (",
+        "Mamba-3: the read does not decay", "mixers/parts/ssm/mamba3.py",
+        "read = inputs.log_decay.exp()[..., None] * o", "read = o",
         "test", f"mixers/test_equations_additive.py{EQUATION}[reference-mamba3]",
     ),
     Mutation(

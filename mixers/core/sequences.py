@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.carry import local_sums
@@ -130,6 +131,18 @@ def last_of_each_sequence(values: Tensor, state: Tensor, context: Context) -> Te
     bounds = context.cu_seqlens.long()
     is_empty_N = (bounds.diff() == 0).view(-1, *[1] * (state.dim() - 1))
     return torch.where(is_empty_N, state, values[0, (bounds[1:] - 1).clamp(min=0)])
+
+
+def next_of_each_sequence(x: Tensor, context: Context) -> Tensor:
+    """Return x_(t+1) of the same sequence at each token t, 0 at the last one. Args: x: [B, T, C]."""
+    T = x.shape[1]
+    following = F.pad(x, (0, 0, 0, 1))[:, 1:]
+    if context.cu_seqlens is None:
+        return following
+    bounds = context.cu_seqlens.long()
+    ends_T = bounds[valid_sequence_index(context.cu_seqlens, T) + 1]
+    is_last_T = torch.arange(1, T + 1, device=x.device) == ends_T
+    return torch.where(is_last_T[:, None], 0.0, following)
 
 
 def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor:

@@ -38,7 +38,7 @@ _PARTS = {
     "gates.tempered_gates": ["ConvolvedSkip", "TemperedProjection"],
     "memory.log_linear": ["LogLinearUpdate"],
     "low_rank": ["LowRank", "Ranks"],
-    "ssm.mamba3": ["AccumulatedRotary", "BiasedNorm", "PresentWrite", "TrapezoidalGates", "TrapezoidalWrite"],
+    "ssm.mamba3": ["AccumulatedRotary", "BiasedNorm", "TrapezoidalGates", "TrapezoidalRead", "TrapezoidalWrite"],
     "normaliser": ["Normalise", "NormaliserColumn"],
     "norms": ["HeadNorm", "RMSNorm", "SharedLayerNorm", "UnitNorm", "rms_norm", "unit_norm"],
     "gates.output_gates": ["OutputGate", "OutputSilu", "PrecomputedGate"],

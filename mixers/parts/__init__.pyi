@@ -80,8 +80,8 @@ from deltazoo.mixers.parts.ssm.complex_states import ToRotatingFrame as ToRotati
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM as DiagonalSSM
 from deltazoo.mixers.parts.ssm.mamba3 import AccumulatedRotary as AccumulatedRotary
 from deltazoo.mixers.parts.ssm.mamba3 import BiasedNorm as BiasedNorm
-from deltazoo.mixers.parts.ssm.mamba3 import PresentWrite as PresentWrite
 from deltazoo.mixers.parts.ssm.mamba3 import TrapezoidalGates as TrapezoidalGates
+from deltazoo.mixers.parts.ssm.mamba3 import TrapezoidalRead as TrapezoidalRead
 from deltazoo.mixers.parts.ssm.mamba3 import TrapezoidalWrite as TrapezoidalWrite
 from deltazoo.mixers.parts.ssm.selective import SelectiveOperands as SelectiveOperands
 

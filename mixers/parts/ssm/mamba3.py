@@ -12,6 +12,7 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.ops.accumulated_rotary import RotaryOperands, Rotated, is_supported, rotate
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -23,7 +24,7 @@ from deltazoo.mixers.core.part import (
     ResizesHeads,
     Stateful,
 )
-from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
+from deltazoo.mixers.core.sequences import last_of_each_sequence, next_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
@@ -33,8 +34,10 @@ from deltazoo.mixers.parts.rotary import Rotation, apply_rotary
 MIN_RATE = 1e-4
 
 
-class BiasedNorm(OperandPart, ResizesHeads):
-    """q <- RMSNorm(q) + b_h and k <- RMSNorm(k) + c_h for each value head h of the group of q and k.
+class BiasedNorm(OperandPart):
+    """q <- RMSNorm(q) and k <- RMSNorm(k), with biases that `AccumulatedRotary` adds for each value head.
+
+    Returns the biases as the intermediates "q_bias" and "k_bias", [HV, K].
 
     Initialisation: the weights of the norms and both biases are 1.
     """
@@ -51,18 +54,9 @@ class BiasedNorm(OperandPart, ResizesHeads):
         nn.init.ones_(self.q_bias)
         nn.init.ones_(self.k_bias)
 
-    def resize_heads(self, shape: HeadShape) -> HeadShape:
-        return shape._replace(heads=shape.value_heads)
-
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
-        q = self._biased(self.q_norm(inputs.q), self.q_bias)
-        return inputs._replace(q=q, k=self._biased(self.k_norm(inputs.k), self.k_bias)), None
-
-    def _biased(self, normed: Tensor, bias: Tensor) -> Tensor:
-        per_value_head = repeat(normed, "b t h k -> b t (h g) k", g=bias.shape[0] // normed.shape[2])
-        return (per_value_head + bias).to(normed.dtype)
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
+        normed = inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k))
+        return normed, None, {"q_bias": self.q_bias, "k_bias": self.k_bias}
 
 
 class TrapezoidalGates(OperandPart):
@@ -93,11 +87,14 @@ class TrapezoidalGates(OperandPart):
         return inputs._replace(log_decay=-dt * rate), None, {"dt": dt, "share": raw_share.sigmoid()}
 
 
-class AccumulatedRotary(OperandPart, Stateful):
-    """q_t, k_t <- R(theta_t) q_t, R(theta_t) k_t with theta_t = theta_(t-1) + dt_t pi tanh(W x_t) for each value head.
+class AccumulatedRotary(OperandPart, ResizesHeads, Stateful):
+    """q_t, k_t <- R(theta_t) (q_t + b_h), R(theta_t) (k_t + c_h) for each value head h of the group of q and k.
 
-    W x is shared by the heads; dt, the intermediate of the same name, is not. A rotation acts on the channels i and
-    i + R for i < R. Angles are summed in float64 modulo 2 pi.
+        theta_t = theta_(t-1) + dt_t pi tanh(W x_t)
+
+    W x is shared by the heads; dt, the intermediate of the same name, and the biases "q_bias" and "k_bias" are not. A
+    rotation acts on the channels i and i + R for i < R. Sums of angles are exact modulo 2 pi: in plain torch in
+    float64, on a GPU by a kernel in 32-bit integers. Returns "overlap", k_t^T q_t [B, T, HV].
 
     Args: fraction: share of the K channels that rotate.
     State: theta, [B, HV, R].
@@ -115,33 +112,56 @@ class AccumulatedRotary(OperandPart, Stateful):
         self.heads = shape.value_heads
         self.proj = nn.Linear(shape.width, self.pairs, bias=False)
 
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(heads=shape.value_heads)
+
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, self.heads, self.pairs, dtype=state_dtype(like.dtype))
 
-    def forward(
-        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
-    ) -> tuple[UpdateInputs, Tensor | None]:
+    def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw, dt = self.proj(x), context.intermediate("dt")  # padded tokens are 0, and a map without bias keeps them 0
-        angle_step = math.pi * torch.tanh(raw.to(dt.dtype))[:, :, None] * dt[..., None]
-        angle = accumulated_angle(angle_step, state, context)
-        new_state = None if state is None else write_back(state, last_of_each_sequence(angle, state, context))
-        rotation = Rotation(angle.cos(), angle.sin())
-        return inputs._replace(q=apply_rotary(inputs.q, rotation), k=apply_rotary(inputs.k, rotation)), new_state
+        operands = RotaryOperands(
+            inputs.q, inputs.k, context.intermediate("q_bias"), context.intermediate("k_bias"),
+            math.pi * torch.tanh(raw.to(dt.dtype)), dt, state, context.cu_seqlens,
+        )  # fmt: skip
+        # a rank's angles start from the sums of the ranks before, which the plain form adds
+        has_kernel = inputs.q.shape[1] > 1 and context.parallel is None and is_supported(inputs.q)
+        rotated = rotate(operands) if has_kernel else _rotate(operands, context)
+        new_state = None if state is None else write_back(state, rotated.state)
+        return inputs._replace(q=rotated.q, k=rotated.k), new_state, {"overlap": rotated.overlap}
 
     def extra_repr(self) -> str:
         return f"pairs={self.pairs}"
 
 
+def _rotate(x: RotaryOperands, context: Context) -> Rotated:
+    """Rotate in plain torch."""
+    angle = accumulated_angle(x.rate[:, :, None] * x.dt[..., None], x.state, context)
+    rotation = Rotation(angle.cos(), angle.sin())
+    q, k = (
+        apply_rotary((repeat(y, "b t h k -> b t (h g) k", g=bias.shape[0] // y.shape[2]) + bias).to(y.dtype), rotation)
+        for y, bias in ((x.q, x.q_bias), (x.k, x.k_bias))
+    )
+    overlap = (q.to(x.dt.dtype) * k.to(x.dt.dtype)).sum(-1)
+    return Rotated(q, k, overlap, angle if x.state is None else last_of_each_sequence(angle, x.state, context))
+
+
 class TrapezoidalWrite(OperandPart, Stateful):
     """The write of the trapezoidal rule, (1 - lambda_t) dt_t a_t k_(t-1) v_(t-1)^T + lambda_t dt_t k_t v_t^T.
 
-    The state of the update leaves out the present token's term, which is added to it with the next token and to the
-    output by `PresentWrite`. A token then makes one write instead of two:
+    The two writes of k_t v_t^T, at the tokens t and t + 1, are one write to a state that q reads before the token:
 
-        U_t = a_t U_(t-1) + beta_t k_(t-1) v_(t-1)^T,  beta_t = a_t (lambda_(t-1) dt_(t-1) + (1 - lambda_t) dt_t)
-        o_t = U_t^T q_t + lambda_t dt_t (k_t^T q_t) v_t
+        S_t = a_t S_(t-1) + (lambda_t dt_t + (1 - lambda_(t+1)) dt_(t+1)) k_t v_t^T
+        o_t = a_t S_(t-1)^T q_t + lambda_t dt_t (k_t^T q_t) v_t
 
-    Reads "dt" and "share", lambda; returns "present", the factor of v_t [B, T, HV].
+    If there is a state, or the tokens are divided among ranks, the next token may be unknown. The state U then leaves
+    out the writes of the last token, which are made with the next one:
+
+        beta_t = a_t (lambda_(t-1) dt_(t-1) + (1 - lambda_t) dt_t),  U_t = a_t U_(t-1) + beta_t k_(t-1) v_(t-1)^T
+        o_t = a_t U_(t-1)^T q_t + beta_t (k_(t-1)^T q_t) v_(t-1) + lambda_t dt_t (k_t^T q_t) v_t
+
+    Reads "dt", "share", lambda, and "overlap". Returns "present", the factor of v_t [B, T, HV], and in the second
+    form "previous", that of v_(t-1). `TrapezoidalRead` adds these terms.
 
     Args: scale: factor on the output.
     State: k, v and lambda dt of the last token, [B, 1, HV (K + V + 1)].
@@ -160,9 +180,12 @@ class TrapezoidalWrite(OperandPart, Stateful):
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         assert inputs.log_decay is not None  # set by `TrapezoidalGates`
-        dt, share, q, k, v = context.intermediate("dt"), context.intermediate("share"), inputs.q, inputs.k, inputs.v
+        dt, share, k, v = context.intermediate("dt"), context.intermediate("share"), inputs.k, inputs.v
         present = share * dt
-        factor = self.scale * present * (q.to(dt.dtype) * k.to(dt.dtype)).sum(-1)
+        factors = {"present": self.scale * present * context.intermediate("overlap")}
+        if state is None and context.parallel is None:
+            beta = present + next_of_each_sequence((1 - share) * dt, context)
+            return inputs._replace(beta=beta), None, factors
         streams = k.flatten(2), v.flatten(2), present
         histories = [None] * 3 if state is None else state.split(self.sizes, -1)
         results = [self.shift(y, history, context) for y, history in zip(streams, histories, strict=True)]
@@ -170,16 +193,22 @@ class TrapezoidalWrite(OperandPart, Stateful):
         new_state = None if state is None else write_back(state, torch.cat([new for _, new in results], -1))
         beta = inputs.log_decay.exp() * (previous + (1 - share) * dt)
         k, v = (rearrange(y, "b t (h c) -> b t h c", h=self.heads) for y in (previous_k, previous_v))
-        return inputs._replace(k=k, v=v, beta=beta), new_state, {"present": factor}
+        factors["previous"] = self.scale * beta * (inputs.q.to(dt.dtype) * k.to(dt.dtype)).sum(-1)
+        return inputs._replace(k=k, v=v, beta=beta), new_state, factors
 
 
-class PresentWrite(OutputPart):
-    """o_t <- o_t + lambda_t dt_t (k_t^T q_t) v_t, the present token's term; reads "present" of `TrapezoidalWrite`."""
+class TrapezoidalRead(OutputPart):
+    """o_t <- a_t o_t, plus the terms of the present and the previous token that `TrapezoidalWrite` describes."""
 
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return (o + context.intermediate("present")[..., None] * arguments.projected.v).to(o.dtype), None
+        inputs, v = arguments.inputs, arguments.projected.v
+        assert inputs.log_decay is not None and context.intermediates is not None  # set by operand parts
+        read = inputs.log_decay.exp()[..., None] * o + context.intermediate("present")[..., None] * v
+        if "previous" in context.intermediates:
+            read = read + context.intermediate("previous")[..., None] * inputs.v
+        return read.to(o.dtype), None
 
 
 def accumulated_angle(angle_step: Tensor, state: Tensor | None, context: Context) -> Tensor:

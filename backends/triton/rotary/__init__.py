@@ -1,0 +1,1 @@
+"""Kernels that rotate q and k by angles that accumulate over the tokens."""
