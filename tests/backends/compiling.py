@@ -19,7 +19,8 @@ from deltazoo.backends.triton.support import Options
 _OPTIONS = Options()
 FLOATS = ("scale", "z_loss", "cap")  # other scalar arguments are int32
 NAMES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Flash attention kernels: tiles and the online softmax, then one phase per file."""
