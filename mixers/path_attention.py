@@ -10,21 +10,37 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.householder_attention import HouseholderInputs, householder_attention
+from deltazoo.backends.ops.path_attention import (
+    PathInputs,
+    PathPast,
+    PathToken,
+    has_decode_kernels,
+    has_kernels,
+    path_attention,
+    path_decode_,
+    path_prefill,
+)
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
-from deltazoo.mixers.core.sequences import unpack
+from deltazoo.mixers.core.sequences import segment_cumsum, token_counts, unpack
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.attention.caches import KVCache
-from deltazoo.mixers.parts.attention.householder_attention import HouseholderInputs, householder_attention
 from deltazoo.mixers.parts.attention.softmax_attention import attend_cache
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.gates.forget_gates import ForgetGate, accumulate, gate_channels, with_gates
+from deltazoo.mixers.parts.gates.forget_gates import (
+    ForgetGate,
+    accumulate,
+    gate_channels,
+    gate_sums,
+    with_gates,
+)
 from deltazoo.mixers.parts.norms import RMSNorm
 
 
@@ -65,7 +81,22 @@ class PathAttention(AttentionHeadsConfig, FilterConfig):
 
 
 class Operands(NamedTuple):
-    """Operands of the attention in float32 or float64.
+    """Operands of the attention.
+
+    q: [B, T, H, E]; k, v, w: [B, T, G, E]; beta: [B, T, G] and log_forget: [B, T, H], float32 (float64 in float64).
+    log_forget is None without a forget gate.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    beta: Tensor
+    log_forget: Tensor | None
+
+
+class WideOperands(NamedTuple):
+    """Operands of the attention in float32 or float64, with the channels of the forget gates.
 
     q: [B, T, H, E + X]; k, w: [B, T, G, E + X]; v: [B, T, G, E]; beta: [B, T, G].
     """
@@ -80,7 +111,8 @@ class Operands(NamedTuple):
 class PathAttentionMixer(TokenCacheMixer):
     """Module of `PathAttention`.
 
-    Computed in float32 (float64 in float64). Decoding multiplies every cached key by the new H_t.
+    Softmax, gates and the matrices are in float32 (float64 in float64). Decoding multiplies every cached key by the new
+    H_t.
 
     Initialisation: linear maps and the convolution as in torch, biases of beta and of the forget gate 0, norms 1.
     State: "conv", the last inputs of the convolution; "k" [B, S, G, E + X] float32, keys multiplied by the matrices of
@@ -130,34 +162,75 @@ class PathAttentionMixer(TokenCacheMixer):
             self.check_cache(state, x, context)
         operands = self._operands(x, state, new, context)
         with without_autocast(x):
-            if state is None:
-                o = self._attend(operands, context)
-            elif context.cu_seqlens is None:
-                o = self._attend_cached(operands, state, new, context)
+            if state is None and has_kernels(operands.q, operands.v):
+                o = self._attend_by_kernels(operands, context)
+            elif state is not None and self._prefills_by_kernels(operands, context):
+                o = self._prefill_by_kernels(operands, state, new, context)
             else:
-                o = self._attend_cached_packed(operands, state, new, context)
+                wide = self._with_gates(operands, state, new, context)
+                if state is None:
+                    o = self._attend(wide, context)
+                elif context.cu_seqlens is None:
+                    o = self._attend_cached(wide, state, new, context)
+                else:
+                    o = self._attend_cached_packed(wide, state, new, context)
         return self.out(o.to(x.dtype).flatten(2))
 
     def _operands(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Operands:
-        dtype, E = state_dtype(x.dtype), self.head_width
+        E = self.head_width
         q, k, v = (torch.unflatten(y, -1, (-1, E)) for y in self.to_qkv(x).split(self.sizes, -1))
-        q, k = self.q_norm(q).to(dtype), self.k_norm(k).to(dtype)
-        w = torch.unflatten(self.apply_filter("conv", self.to_w(x), state, new, context), -1, (-1, E)).to(dtype)
-        beta = 2 * self.to_beta(x).to(dtype).sigmoid()
+        w = torch.unflatten(self.apply_filter("conv", self.to_w(x), state, new, context), -1, (-1, E))
+        beta = 2 * self.to_beta(x).to(state_dtype(x.dtype)).sigmoid()
         if context.mask is not None:  # H = I at padded tokens
             beta = beta * context.mask[..., None]
-        if self.forget is not None:
+        log_forget = None if self.forget is None else self.forget(x, context)
+        return Operands(self.q_norm(q), self.k_norm(k), v, w, beta, log_forget)
+
+    def _inputs(self, operands: Operands, context: Context) -> PathInputs:
+        """Return the operands of the kernels."""
+        q, k, v, w, beta, log_forget = operands
+        sums = None if log_forget is None else self.scale * segment_cumsum(log_forget, None, context)
+        return PathInputs(q, k.to(q.dtype), v.to(q.dtype), w.to(q.dtype), beta, sums, context.cu_seqlens)
+
+    def _attend_by_kernels(self, operands: Operands, context: Context) -> Tensor:
+        return path_attention(self._inputs(operands, context), self.scale)
+
+    def _prefills_by_kernels(self, operands: Operands, context: Context) -> bool:
+        several = operands.q.shape[1] > 1 or context.cu_seqlens is not None
+        return several and not torch.is_grad_enabled() and has_kernels(operands.q, operands.v)
+
+    def _prefill_by_kernels(
+        self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        E, bias, after_NH = self.head_width, None, None
+        inputs = self._inputs(operands, context)
+        if operands.log_forget is not None:
+            sums_BTH, after_NH = accumulate(operands.log_forget, state["log_forget"], context)
+            bias = self.scale * (state["log_forget"][:, None] - gate_sums(state["k"], E, self.heads))
+        o, keys, product = path_prefill(inputs, PathPast(state["k"], state["v"], state["seen"], bias), self.scale)
+        state["k"][..., :E].sub_(torch.einsum("bsge,bgfe->bsgf", state["k"][..., :E], product))
+        if after_NH is not None:
+            keys = with_gates(operands.q.to(keys.dtype), keys, sums_BTH, 1.0)[1]
+            new["log_forget"] = write_back(state["log_forget"], after_NH)
+        self.append({"k": keys, "v": operands.v}, state, new, operands.q, context)
+        return o
+
+    def _with_gates(
+        self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> WideOperands:
+        q, k, v, w = (y.to(operands.beta.dtype) for y in operands[:4])
+        if operands.log_forget is not None:
             before = None if state is None else state["log_forget"]
-            sums, after = accumulate(self.forget(x, context), before, context)
+            sums, after = accumulate(operands.log_forget, before, context)
             if before is not None and after is not None:
                 new["log_forget"] = write_back(before, after)
             q, k = with_gates(q, k, sums, 1.0)  # the scale multiplies log f too
             w = F.pad(w, (0, self.channels))
-        return Operands(q, k, v.to(dtype), w, beta)
+        return WideOperands(q, k, v, w, operands.beta)
 
-    def _attend(self, operands: Operands, context: Context) -> Tensor:
+    def _attend(self, operands: WideOperands, context: Context) -> Tensor:
         k, v = operands.k, operands.v
         B, T = k.shape[:2]
         sequence = k.new_zeros(B, T, dtype=torch.int64)
@@ -167,10 +240,15 @@ class PathAttentionMixer(TokenCacheMixer):
         return householder_attention(inputs, self.scale)[0]
 
     def _attend_cached(
-        self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+        self, operands: WideOperands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
     ) -> Tensor:
         q, k, v, w, beta = operands
         (S, T), seen = (state["k"].shape[1], q.shape[1]), state["seen"]
+        if T == 1 and not torch.is_grad_enabled() and has_decode_kernels(q):
+            real = None if context.mask is None else context.mask[:, 0]
+            o = path_decode_(PathToken(*operands, real), state["k"], state["v"], seen, self.scale)
+            new.update(k=state["k"], v=state["v"], seen=seen.add_(token_counts(q, context)))
+            return o
         if T == 1:
             position_BT = seen[:, None].clone()
             past = state["k"] - (state["k"] * w).sum(-1, keepdim=True) * (beta[..., None] * w)
@@ -184,10 +262,10 @@ class PathAttentionMixer(TokenCacheMixer):
         return o
 
     def _attend_cached_packed(
-        self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+        self, operands: WideOperands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
     ) -> Tensor:
         """Attend with each packed sequence in a separate row, which takes N times the memory."""
         assert context.cu_seqlens is not None
         rows, mask, index_T = unpack(operands, context.cu_seqlens)
-        o = self._attend_cached(Operands(*rows), state, new, Context(mask=mask))
+        o = self._attend_cached(WideOperands(*rows), state, new, Context(mask=mask))
         return o.flatten(0, 1)[index_T][None]

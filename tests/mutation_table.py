@@ -112,7 +112,7 @@ MIXERS = [
         "mixers/test_matrix.py::test_mixer_has_property[path_attention-decode]",
     ),
     Mutation(
-        "PaTH: the gradient of the keys misses the later chunks", "mixers/parts/attention/householder_attention.py",
+        "PaTH: the gradient of the keys misses the later chunks", "backends/ops/householder_attention.py",
         "d_k = d_k + d_own", "pass", "test",
         "mixers/test_equations_attention.py::test_householder_attention_over_many_chunks_equals_the_equation",
     ),

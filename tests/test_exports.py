@@ -92,7 +92,7 @@ def test_every_part_is_public() -> None:
     for file in Path(parts.__path__[0]).rglob("*.py"):
         tree = ast.parse(file.read_text())
         found |= {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
-    assert found - set(parts.__all__) == {"HouseholderInputs"}  # the operands of one kernel
+    assert found <= set(parts.__all__)
     assert len(found) > 50
 
 

@@ -21,9 +21,9 @@ from equations import (
 from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError, StateError
+from deltazoo.backends.ops.householder_attention import CHUNK, HouseholderInputs, householder_attention
 from deltazoo.mixers import MLA, FoX, MixerConfig, PathAttention
 from deltazoo.mixers.core.conformance import relative_error
-from deltazoo.mixers.parts.attention.householder_attention import CHUNK, HouseholderInputs, householder_attention
 
 H, K, V, C, R = 2, 6, 5, 7, 4
 E = 6

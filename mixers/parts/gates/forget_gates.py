@@ -85,6 +85,15 @@ def with_gates(q: Tensor, k: Tensor, sums_BTH: Tensor, scale: float) -> tuple[Te
     )
 
 
+def gate_sums(k: Tensor, width: int, heads: int) -> Tensor:
+    """Return the sums that `with_gates` with scale 1 has stored in keys.
+
+    Args: k: [B, S, G, E + X] with E = width. Returns: [B, S, H].
+    """
+    terms = k[..., width : width + TERMS * (heads // k.shape[2])]
+    return -QUERY * torch.unflatten(terms, -1, (-1, TERMS)).sum(-1).flatten(2)
+
+
 def _split(x: Tensor) -> Tensor:
     """Split into three terms along a new last dimension; the first two have the 8 significant bits of bfloat16."""
     high = _leading_bits(x.detach())
