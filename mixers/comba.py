@@ -12,7 +12,7 @@ from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.memory.feedback import Feedback
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.projections import QKVProjection, Streams
 
 
 class Comba(DeltaRuleConfig):
@@ -38,7 +38,8 @@ class Comba(DeltaRuleConfig):
         return self.head_shape(width, key_share=0.75, value_share=1.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = QKVProjection(shape, self.conv_width, silu="qkv", unit="" if self.norm_after else "qk")
+        unit: Streams = "" if self.norm_after else "qk"
+        projection = QKVProjection(shape, self.conv_width, silu="qkv", unit=unit, conv_bias=self.conv_bias)
         feedback = Feedback(shape, self.correction, self.norm_after)
         operands = {**self.beta(shape), "feedback": feedback, "decay": SoftplusDecay(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid")}

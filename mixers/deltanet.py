@@ -33,7 +33,7 @@ class DeltaNetConfig(DeltaRuleConfig, ABC):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         if (self.feature, self.qk_norm) == ("silu", "l2"):
             return Parts(self.qkv_projection(shape), self.beta(shape), self.norm_and_gate(shape, self.gate))
-        projection = QKVProjection(shape, self.conv_width, silu="v")
+        projection = QKVProjection(shape, self.conv_width, silu="v", conv_bias=self.conv_bias)
         keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
         return Parts(projection, {**keys, **self.beta(shape)}, self.norm_and_gate(shape, self.gate))
 

@@ -1,9 +1,9 @@
 """Gated DeltaNet, the delta rule with a decay per head, and its variants with other steps."""
 
 from abc import ABC
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from deltazoo.backends.update.spec import NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.mixer import Place
@@ -11,7 +11,6 @@ from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.delta_rule import (
     DELTA_STEPS,
     NEGATIVE_EIGENVALUES,
-    OUTPUT_GATE,
     REPARAM,
     DeltaRuleConfig,
 )
@@ -23,17 +22,26 @@ QUERY_NORM = "divide q by its L2 norm; False in NVlabs' gated Longhorn"
 class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
     """Delta rule with Mamba-2's decay per head, an RMS norm per head and a gate."""
 
-    gate: bool = Field(default=True, description=OUTPUT_GATE)
-
+    gate: bool = Field(default=True, description="output gate after the norm: o <- o * gate_activation(W x)")
+    gate_activation: Literal["silu", "sigmoid"] = Field(
+        default="silu", description="activation of the output gate; sigmoid in Qwen4-Exp"
+    )
+    beta_bias: bool = Field(default=False, description="bias of the map to beta; True in NVlabs' code")
     query_norm: bool = Field(default=True, description=QUERY_NORM)
+
+    @model_validator(mode="after")
+    def _activation_has_a_gate(self) -> Self:
+        if not self.gate and self.gate_activation != "silu":
+            raise ValueError(f"gate_activation={self.gate_activation!r} needs gate=True, got gate=False")
+        return self
 
     def spec(self) -> UpdateSpec:
         return self.delta_rule_spec("head")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape, self.query_norm)
-        operands = {**self.beta(shape), "decay": SoftplusDecay(shape)}
-        return Parts(projection, operands, self.norm_and_gate(shape, self.gate))
+        operands = {**self.beta(shape, self.beta_bias), "decay": SoftplusDecay(shape)}
+        return Parts(projection, operands, self.norm_and_gate(shape, self.gate, self.gate_activation))
 
 
 class GatedDeltaNet(GatedDeltaNetConfig):
@@ -65,7 +73,7 @@ class GatedLonghorn(GatedDeltaNetConfig):
     """S_t = (I - f_t k_t k_t^T) a_t S_(t-1) + f_t k_t v_t^T, f_t = beta_t / (1 + beta_t |k_t|^2).
 
     k is not normalised: its length affects the step. Nor is q, as in the layer of NVlabs/GatedDeltaNet with
-    qk_norm="longhorn", whose map to beta also has a bias.
+    qk_norm="longhorn", whose map to beta also has a bias (`beta_bias`).
     """
 
     name: ClassVar[str] = "gated_longhorn"

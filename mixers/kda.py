@@ -1,6 +1,6 @@
 """Kimi Delta Attention: the delta rule with a decay per key channel."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,9 +23,11 @@ class KDA(DeltaRuleConfig):
     purpose: ClassVar[str] = "a decay per channel (Kimi Linear)"
     source: ClassVar[str] = "Kimi Team 2025, arXiv 2510.26692"
     oracle: ClassVar[str] = "transformers `kimi_linear`, `bailing_hybrid`, `glm5_next`"
-    gate_rank: int | None = Field(
-        default=None, ge=1, description="rank of the projections of decay and output gate; None: K and V"
+    gate_rank: Annotated[int, Field(ge=1)] | Literal["full"] | None = Field(
+        default=None,
+        description="rank of the projections of decay and output gate; full: one map each (Ling 3.0); None: K and V",
     )
+    gate_bias: bool = Field(default=False, description="bias of the output gate; True in flash-linear-attention")
     decay_bound: float | None = Field(
         default=None,
         lt=0,
@@ -39,8 +41,9 @@ class KDA(DeltaRuleConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape)
         operands = self.beta(shape)
-        rank = self.gate_rank or shape.key_width
-        operands["decay"] = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
+        widths = shape.key_width, shape.value_width
+        key_rank, value_rank = (None if self.gate_rank == "full" else self.gate_rank or width for width in widths)
+        operands["decay"] = SoftplusDecay(shape, "channel", key_rank, rates=(1, 16), bound=self.decay_bound)
         norm = HeadNorm(shape, self.norm_eps)
-        gate = OutputGate(shape, "sigmoid", self.gate_rank or shape.value_width)
+        gate = OutputGate(shape, "sigmoid", value_rank, self.gate_bias)
         return Parts(projection, operands, {"norm": norm, "gate": gate})

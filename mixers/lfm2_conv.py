@@ -23,6 +23,13 @@ class LFM2Conv(FilterConfig):
     source: ClassVar[str] = "Liquid AI 2025 (LFM2), arXiv 2511.23404"
     oracle: ClassVar[str] = "transformers `lfm2`"
     conv_width: int = Field(default=3, ge=1, description="taps of the convolution")
+    conv_std: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="standard deviation of the convolution's initial weight, 0.02 in transformers; None: uniform in "
+        "+-1 / sqrt(taps)",
+    )
     bias: bool = Field(default=False, description="biases of both linear maps and of the convolution")
 
     def equation(self) -> str:
@@ -37,7 +44,7 @@ class LFM2ConvMixer(FilterMixer):
 
     def __init__(self, config: LFM2Conv, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
-        self.filters["conv"] = ShortConv(width, config.conv_width, config.bias, backend=backend)
+        self.filters["conv"] = ShortConv(width, config.conv_width, config.bias, backend=backend, std=config.conv_std)
         self.to_bcx = nn.Linear(width, 3 * width, bias=config.bias)
         self.out = nn.Linear(width, width, bias=config.bias)
 

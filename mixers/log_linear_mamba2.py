@@ -7,6 +7,7 @@ from pydantic import Field
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.log_linear import LogLinearConfig
+from deltazoo.mixers.parts.convolution import CONV_BIAS_START, BiasStart
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -29,6 +30,7 @@ class LogLinearMamba2(LogLinearConfig):
     heads: int = Field(default=1, ge=1, description="groups with shared q and k")
     key_width: int = Field(default=128, ge=1, description="K, the state size N in the paper")
     value_width: int = Field(default=64, ge=1, description="V per head; value_heads defaults to 2 width / V")
+    conv_bias_start: BiasStart = Field(default="uniform", description=CONV_BIAS_START)
 
     def level_spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", scale=1.0)
@@ -38,7 +40,7 @@ class LogLinearMamba2(LogLinearConfig):
         return HeadShape(width, self.heads, value_heads, self.key_width, self.value_width)
 
     def parts(self, shape: HeadShape) -> Parts:
-        projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=True)
+        projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=self.conv_bias_start)
         operands = {"decay": SoftplusDecay(shape, rates=None, writes=True)}
         norm = HeadNorm(shape, self.norm_eps, over="group")
         return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape), "norm": norm})

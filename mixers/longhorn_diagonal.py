@@ -8,6 +8,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
 from deltazoo.mixers.families.update import ChannelConfig
+from deltazoo.mixers.parts.convolution import CONV_BIAS_START, BiasStart
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import ChannelProjection
 from deltazoo.mixers.parts.skips import Skip
@@ -28,6 +29,7 @@ class LonghornDiagonal(ChannelConfig):
     state_size: int = Field(default=16, ge=1, description="N, size of the state per channel")
     step_rank: int | None = Field(default=None, ge=1, description="rank of the step's map; None: ceil(width / 16)")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution; 0: none")
+    conv_bias_start: BiasStart = Field(default="uniform", description=CONV_BIAS_START)
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="channel", transition="additive", scale=1.0)
@@ -36,7 +38,7 @@ class LonghornDiagonal(ChannelConfig):
         return self.channel_shape(2 * width, width, self.state_size)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = ChannelProjection(shape, self.conv_width, silu=True)
+        projection = ChannelProjection(shape, self.conv_width, silu=True, conv_bias=self.conv_bias_start)
         rank = self.step_rank or -(-shape.width // 16)
         operands = {"selective": SelectiveOperands(shape, rank, "longhorn")}
         return Parts(projection, operands, {"skip": Skip(shape), "gate": OutputGate(shape)})

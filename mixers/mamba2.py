@@ -8,6 +8,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
+from deltazoo.mixers.parts.convolution import CONV_BIAS_START, BiasStart
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -32,6 +33,7 @@ class Mamba2(HeadConfig):
     value_width: int | None = Field(default=64, ge=1, description="V per head; None: width / heads")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+    conv_bias_start: BiasStart = Field(default="uniform", description=CONV_BIAS_START)
     norm: bool = Field(default=True, description="RMS norm after the gate; Falcon-H1 has none")
 
     def spec(self) -> UpdateSpec:
@@ -41,7 +43,7 @@ class Mamba2(HeadConfig):
         return self.head_shape(width, value_heads=2 * width // (self.value_width or 64))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=True)
+        projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=self.conv_bias_start)
         operands = {"decay": SoftplusDecay(shape, rates=(1, 16), writes=True)}
         outputs: dict[str, OutputPart] = {"skip": Skip(shape), "gate": OutputGate(shape)}
         if self.norm:

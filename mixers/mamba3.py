@@ -6,14 +6,16 @@ from pydantic import Field
 
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
-from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
+from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 from deltazoo.mixers.parts.skips import Skip
 from deltazoo.mixers.parts.ssm.mamba3 import (
     AccumulatedRotary,
     BiasedNorm,
+    Rate,
     TrapezoidalGates,
     TrapezoidalRead,
     TrapezoidalWrite,
@@ -41,8 +43,14 @@ class Mamba3(HeadConfig):
     key_width: int | None = Field(default=128, ge=1, description="K, the state size N in the paper")
     value_width: int | None = Field(default=64, ge=1, description="V per head; None: width / heads")
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
-    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms of q and k")
+    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms")
     rotary_fraction: float = Field(default=0.5, gt=0, le=1, description="share of the K channels that rotate")
+    rate: Rate = Field(
+        default="heavy_tail",
+        description="A of dt A: heavy_tail: 1 + y for y >= 0, 1 / (1 - y) below; softplus: log(1 + exp(y)), "
+        "the authors' first release",
+    )
+    output_norm: bool = Field(default=False, description="RMS norm of each head before the gate")
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(decay="head", transition="additive", beta="head", read="before", scale=self.scale)
@@ -53,9 +61,11 @@ class Mamba3(HeadConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         operands: dict[str, OperandPart] = {
             "norm": BiasedNorm(shape, self.norm_eps),
-            "gates": TrapezoidalGates(shape),
+            "gates": TrapezoidalGates(shape, self.rate),
             "rotary": AccumulatedRotary(shape, self.rotary_fraction),
             "trapezoid": TrapezoidalWrite(shape, self.spec().scale_of(shape.key_width)),
         }
-        outputs = {"present": TrapezoidalRead(), "skip": Skip(shape), "gate": OutputGate(shape)}
-        return Parts(QKVProjection(shape), operands, outputs)
+        outputs: dict[str, OutputPart] = {"present": TrapezoidalRead(), "skip": Skip(shape)}
+        if self.output_norm:
+            outputs["output_norm"] = HeadNorm(shape, self.norm_eps, over="each")
+        return Parts(QKVProjection(shape), operands, outputs | {"gate": OutputGate(shape)})

@@ -1,9 +1,9 @@
 """Base class of the configs of mixers with a delta rule."""
 
 from abc import ABC
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from deltazoo.backends.update.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputPart
@@ -17,6 +17,7 @@ NEGATIVE_EIGENVALUES = "off; both: double the erase and write strengths; erase: 
 REPARAM = "step of the delta rule: none: explicit Euler; efla: exact; longhorn: implicit Euler"
 DELTA_STEPS = "delta steps per token"
 OUTPUT_GATE = "output gate after the norm: o <- o * silu(W x)"
+CONV_BIAS = "bias of the short convolution"
 
 
 class DeltaRuleConfig(HeadConfig, ABC):
@@ -24,9 +25,16 @@ class DeltaRuleConfig(HeadConfig, ABC):
 
     family: ClassVar[str] = "delta rule"
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+    conv_bias: bool = Field(default=False, description=CONV_BIAS)
     negative_eigenvalues: NegativeEigenvalues = Field(default="off", description=NEGATIVE_EIGENVALUES)
     reparam: Reparam = Field(default="none", description=REPARAM)
     householders: int = Field(default=1, ge=1, description=DELTA_STEPS)
+
+    @model_validator(mode="after")
+    def _bias_has_a_convolution(self) -> Self:
+        if self.conv_bias and not self.conv_width:
+            raise ValueError("conv_bias=True needs a conv_width of at least 1, got 0")
+        return self
 
     @property
     def unit(self) -> Literal["q", "qk"]:
@@ -41,17 +49,22 @@ class DeltaRuleConfig(HeadConfig, ABC):
         unit: Streams = self.unit
         if not query_norm:
             unit = "k" if "k" in unit else ""
-        return QKVProjection(shape, self.conv_width, silu="qkv", unit=unit)
+        return QKVProjection(shape, self.conv_width, silu="qkv", unit=unit, conv_bias=self.conv_bias)
 
-    def beta(self, shape: HeadShape) -> dict[str, OperandPart]:
-        """Create the part that computes the erase and write strengths, per head or per channel as in the spec."""
+    def beta(self, shape: HeadShape, bias: bool = False) -> dict[str, OperandPart]:
+        """Create the part that computes the erase and write strengths, per head or per channel as in the spec.
+
+        Args: bias: whether the map to the strengths per head has a bias.
+        """
         spec = self.spec()
-        return {"beta": ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec)}
+        return {"beta": ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec, bias)}
 
-    def norm_and_gate(self, shape: HeadShape, gate: bool) -> dict[str, OutputPart]:
-        """Create the RMS norm per head and, if `gate`, the SiLU gate after it."""
+    def norm_and_gate(
+        self, shape: HeadShape, gate: bool, activation: Literal["silu", "sigmoid"] = "silu"
+    ) -> dict[str, OutputPart]:
+        """Create the RMS norm per head and, if `gate`, the gate after it."""
         norm: dict[str, OutputPart] = {"norm": HeadNorm(shape, self.norm_eps)}
-        return {**norm, "gate": OutputGate(shape)} if gate else norm
+        return {**norm, "gate": OutputGate(shape, activation)} if gate else norm
 
     def delta_rule_spec(self, decay: Decay, beta: Literal["head", "separate", "channel"] = "head") -> UpdateSpec:
         """Return the delta rule with this decay and the options of the fields."""

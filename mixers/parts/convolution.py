@@ -4,6 +4,7 @@ B batch, T time, C channels, N packed sequences
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
 
+BiasStart = Literal["zero", "uniform"]
+ConvBias = bool | BiasStart
+CONV_BIAS_START = "initial bias of the convolution: uniform in +-1 / sqrt(taps) (state-spaces); zero (transformers)"
+
 
 class ShortConv(Groupable, HasBackend):
     """y_t = sum_i weight_i x_(t - taps + 1 + i) + bias for each channel; x_t is zero before the first token.
@@ -29,25 +34,26 @@ class ShortConv(Groupable, HasBackend):
     Args:
         channels: C.
         taps: width of the window, the current token included.
+        bias: whether there is a bias, and its initial value: "zero", as for True, or "uniform".
         parts: how to split the channels into output tensors, each with an optional SiLU and norm; empty: one tensor
             with neither.
         backend: as for `deltazoo.bind`.
         std: standard deviation of the initial weight; None: see Initialisation.
     State: [B, taps - 1, C], the last real inputs.
-    Initialisation: N(0, std^2), or uniform in +-1 / sqrt(taps), as torch's Conv1d; bias 0.
+    Initialisation: N(0, std^2), or uniform in +-1 / sqrt(taps), as torch's Conv1d; bias 0, or uniform likewise.
     """
 
     def __init__(
         self,
         channels: int,
         taps: int,
-        bias: bool = False,
+        bias: ConvBias = False,
         parts: Sequence[ConvPart] = (),
         backend: str | Backend | None = None,
         std: float | None = None,
     ) -> None:
         super().__init__()
-        self.std = std
+        self.std, self.uniform_bias = std, bias == "uniform"
         self.weight = nn.Parameter(torch.empty(channels, taps))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.parts = tuple(parts) or (ConvPart(channels),)
@@ -55,13 +61,16 @@ class ShortConv(Groupable, HasBackend):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        bound = self.weight.shape[1] ** -0.5
         if self.std is None:
-            bound = self.weight.shape[1] ** -0.5
             nn.init.uniform_(self.weight, -bound, bound)
         else:
             nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
-            nn.init.zeros_(self.bias)
+            if self.uniform_bias:
+                nn.init.uniform_(self.bias, -bound, bound)
+            else:
+                nn.init.zeros_(self.bias)
 
     def rebind(self, backend: str | Backend | None, like: Tensor) -> None:
         self.bound = bind_conv(self.parts, backend)

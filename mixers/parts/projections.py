@@ -17,7 +17,7 @@ from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal
-from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.convolution import ConvBias, ShortConv
 
 # A subset of q, k and v
 Streams = Literal["", "q", "k", "v", "qk", "qkv"]
@@ -33,7 +33,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
         conv_width: taps of the convolution; 0: none.
         silu: the streams with a SiLU.
         unit: the streams whose heads are divided by their L2 norm, after the SiLU.
-        conv_bias: whether the convolution has a bias.
+        conv_bias: bias of the convolution, as for `ShortConv`.
         keys: False leaves k to a later part (HGRN-2); until then q takes its place.
         conv_of: the streams that are convolved; "qk" leaves out v (MesaNet).
     State: the convolution's, [B, conv_width - 1, channels]; none without a convolution.
@@ -47,7 +47,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
         conv_width: int = 0,
         silu: Streams = "",
         unit: Streams = "",
-        conv_bias: bool = False,
+        conv_bias: ConvBias = False,
         keys: bool = True,
         conv_of: Literal["qkv", "qk"] = "qkv",
     ) -> None:
@@ -128,6 +128,7 @@ class ChannelProjection(nn.Module, Stateful):
         std: standard deviation of the initial W, whose bias is then 0; None: torch's initialisation of a linear map.
         bias: whether W has a bias.
         conv_std: standard deviation of the initial weight of the convolution; None: that of `ShortConv`.
+        conv_bias: bias of the convolution, as for `ShortConv`.
     State: the convolution's, [B, conv_width - 1, C]; none without a convolution.
     """
 
@@ -141,13 +142,14 @@ class ChannelProjection(nn.Module, Stateful):
         std: float | None = None,
         bias: bool = False,
         conv_std: float | None = None,
+        conv_bias: ConvBias = True,
     ) -> None:
         super().__init__()
         self.shape, self.std = shape, std
         channels = shape.value_heads * shape.value_width
         self.parts = [ConvPart(channels, silu)]
         self.to_v = nn.Linear(shape.width, channels, bias=bias)
-        self.conv = ShortConv(channels, conv_width, True, self.parts, std=conv_std) if conv_width else None
+        self.conv = ShortConv(channels, conv_width, conv_bias, self.parts, std=conv_std) if conv_width else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

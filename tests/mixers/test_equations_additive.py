@@ -4,6 +4,7 @@ B batch, T time, HV value heads, K key width, V value width, M slots
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def rwkv6(w: Weights, x: Tensor) -> Tensor:
     return out(w, o * F.silu(linear(w, "project.to_g", x_g)).view(o.shape))
 
 
-def mamba3(w: Weights, x: Tensor) -> Tensor:
+def mamba3(w: Weights, x: Tensor, softplus: bool = False) -> Tensor:
     """h <- a h + (1 - lambda) dt a k' v'^T + lambda dt k v^T, where k' and v' are the previous token's.
 
     q and k are rotated by angles that accumulate. Equation: mamba3_siso_step_ref in state-spaces/mamba; A, dt and the
@@ -259,7 +260,8 @@ def mamba3(w: Weights, x: Tensor) -> Tensor:
     )
     raw_dt, raw_A, raw_share = linear(w, "operands.gates.proj", x).chunk(3, -1)
     dt = torch.log1p(torch.exp(raw_dt + w["operands.gates.dt_bias"]))
-    a = torch.exp(-dt * torch.where(raw_A < 0, 1 / (1 - raw_A), 1 + raw_A))
+    A = torch.log1p(torch.exp(raw_A)) if softplus else torch.where(raw_A < 0, 1 / (1 - raw_A), 1 + raw_A)
+    a = torch.exp(-dt * A)
     share = torch.sigmoid(raw_share)
     angle = (torch.pi * torch.tanh(linear(w, "operands.rotary.proj", x))[:, :, None] * dt[..., None]).cumsum(1)
 
@@ -277,7 +279,10 @@ def mamba3(w: Weights, x: Tensor) -> Tensor:
         return a_t * S + (1 - share_t) * dt_t * a_t * previous + share_t * dt_t * present
 
     o = scan(step, lambda S, t: read(S, q[:, t]), zero_state(x))
-    return out(w, gate(w, x, o + w["outputs.skip.D"][:, None] * v))
+    o = o + w["outputs.skip.D"][:, None] * v
+    if "outputs.output_norm.weight" in w:
+        o = o / (o.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w["outputs.output_norm.weight"].view(HV, V)
+    return out(w, gate(w, x, o))
 
 
 def linear_attention_case(feature: Feature, phi: Callable[[Tensor], Tensor]) -> Case:
@@ -303,6 +308,10 @@ CASES: dict[str, Case] = {
     "hgrn2": (HGRN2(**HEADS), hgrn2),
     "mlstm": (MLSTM(**HEADS), mlstm),
     "mamba3": (Mamba3(**HEADS, rotary_fraction=0.7), mamba3),
+    "mamba3, softplus, norm": (
+        Mamba3(**HEADS, rotary_fraction=0.7, rate="softplus", output_norm=True),
+        partial(mamba3, softplus=True),
+    ),
     "gsa": (GSA(**HEADS, slots=SLOTS), gsa),
     "abc": (ABCAttention(**HEADS, slots=SLOTS), abc),
     "rwkv6": (RWKV6(**HEADS, mix_rank=2, decay_rank=3), rwkv6),

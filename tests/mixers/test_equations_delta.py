@@ -80,6 +80,15 @@ def gated_deltanet_doubled_erase(w: Weights, x: Tensor) -> Tensor:
     return out(w, gate(w, x, rms_norm(w, recurrence(unit(q), unit(k), v, softplus_decay(w, x), 2 * b, b))))
 
 
+def gated_deltanet(activation: Callable[[Tensor], Tensor]) -> Equation:
+    def equation(w: Weights, x: Tensor) -> Tensor:
+        q, k, v = silu_qkv(w, x)
+        o = recurrence(unit(q), unit(k), v, softplus_decay(w, x), beta(w, x), beta(w, x))
+        return out(w, gate(w, x, rms_norm(w, o), activation))
+
+    return equation
+
+
 def gated_deltanet2(w: Weights, x: Tensor) -> Tensor:
     q, k, v = silu_qkv(w, x)
     erase = split_heads(torch.sigmoid(linear(w, "operands.beta.to_erase", x)), K)
@@ -262,6 +271,12 @@ CASES: dict[str, Case] = {
         GatedDeltaNet(**HEADS, negative_eigenvalues="erase"),
         gated_deltanet_doubled_erase,
     ),
+    "gated_deltanet, sigmoid gate, biases": (
+        GatedDeltaNet(**HEADS, gate_activation="sigmoid", beta_bias=True, conv_bias=True),
+        gated_deltanet(torch.sigmoid),
+    ),
+    "kda, bias of the gate": (KDA(**HEADS, gate_bias=True), gated_deltanet(torch.sigmoid)),
+    "kda, full-rank gates": (KDA(**HEADS, gate_rank="full", gate_bias=True), gated_deltanet(torch.sigmoid)),
     "gated_deltanet2": (GatedDeltaNet2(**HEADS), gated_deltanet2),
     "comba": (Comba(**HEADS), comba(norm_after=False)),
     "comba, norm after the feedback": (Comba(**HEADS, norm_after=True), comba(norm_after=True)),

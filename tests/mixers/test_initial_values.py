@@ -22,8 +22,10 @@ from deltazoo.mixers import (
     S5,
     Comba,
     GatedDeltaNet,
+    LFM2Conv,
     LogLinearGDN,
     LogLinearMamba2,
+    LonghornDiagonal,
     Mamba,
     Mamba2,
     Mamba3,
@@ -119,6 +121,23 @@ def test_initial_values_of_log_linear_attention_are_those_of_its_code() -> None:
         dt = torch.nn.functional.softplus(parameter(mixer, "operands.decay.dt_bias"))
         assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
         torch.testing.assert_close(parameter(mixer, "update.gain"), torch.ones(512, 15))
+
+
+@pytest.mark.parametrize(
+    "config", [Mamba(), Mamba2(), LonghornDiagonal(), LogLinearMamba2()], ids=lambda config: config.name
+)
+def test_bias_of_the_convolution_starts_as_that_of_conv1d(config: MixerConfig) -> None:
+    """state-spaces/mamba and Cranial-XIX/longhorn create torch's Conv1d with 4 taps; transformers has zeros."""
+    assert_uniform(parameter(build(config, 256), "project.conv.bias"), -0.5, 0.5)
+    zero = build(config.model_copy(update={"conv_bias_start": "zero"}), 256)
+    assert not parameter(zero, "project.conv.bias").any()
+
+
+def test_convolution_of_lfm2_starts_normal_on_request() -> None:
+    weight = parameter(build(LFM2Conv(conv_std=0.02)), "filters.conv.weight")
+    assert abs(float(weight.std()) / 0.02 - 1) < 0.03
+    assert float(weight.abs().max()) > 0.06
+    assert_uniform(parameter(build(LFM2Conv()), "filters.conv.weight"), -(3**-0.5), 3**-0.5)
 
 
 def test_initial_values_of_rwkv6_are_the_published_ones() -> None:

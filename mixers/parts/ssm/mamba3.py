@@ -5,7 +5,7 @@ N sequences
 """
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, repeat
@@ -32,6 +32,7 @@ from deltazoo.mixers.parts.norms import RMSNorm
 from deltazoo.mixers.parts.rotary import Rotation, apply_rotary
 
 MIN_RATE = 1e-4
+Rate = Literal["heavy_tail", "softplus"]
 
 
 class BiasedNorm(OperandPart):
@@ -64,14 +65,17 @@ class TrapezoidalGates(OperandPart):
 
         dt = softplus(W x + dt_bias),  A = max(f(W_A x), 1e-4),  lambda = sigmoid(W_l x)
 
-    with f(y) = 1 + y for y >= 0 and 1 / (1 - y) below, all per value head. Returns the intermediates "dt" and "share",
-    which is lambda, [B, T, HV].
+    with f(y) = 1 + y for y >= 0 and 1 / (1 - y) below, or softplus(y), all per value head. Returns the intermediates
+    "dt" and "share", which is lambda, [B, T, HV].
+
+    Args: rate: f.
 
     Initialisation: dt_bias as `init_dt_bias`.
     """
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadShape, rate: Rate = "heavy_tail") -> None:
         super().__init__()
+        self.rate = rate
         self.proj = nn.Linear(shape.width, 3 * shape.value_heads, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(shape.value_heads))
         self.reset_parameters()
@@ -83,8 +87,14 @@ class TrapezoidalGates(OperandPart):
         raw = self.proj(x)
         raw_dt, raw_rate, raw_share = raw.to(state_dtype(raw.dtype)).chunk(3, -1)
         dt = softplus(raw_dt + self.dt_bias.to(raw_dt.dtype))
-        rate = (raw_rate.clamp(min=0) + 1 / (1 - raw_rate.clamp(max=0))).clamp(min=MIN_RATE)
-        return inputs._replace(log_decay=-dt * rate), None, {"dt": dt, "share": raw_share.sigmoid()}
+        if self.rate == "softplus":
+            rate = softplus(raw_rate)
+        else:
+            rate = raw_rate.clamp(min=0) + 1 / (1 - raw_rate.clamp(max=0))
+        return inputs._replace(log_decay=-dt * rate.clamp(min=MIN_RATE)), None, {"dt": dt, "share": raw_share.sigmoid()}
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate!r}"
 
 
 class AccumulatedRotary(OperandPart, ResizesHeads, Stateful):

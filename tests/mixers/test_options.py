@@ -1,0 +1,56 @@
+"""Options of mixers: states, packs and padding in float64, initialisation, and combinations that are refused.
+
+Their equations are in test_equations_*.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from small_configs import WIDTH, small
+
+from deltazoo.backends.conformance.decode_step import FusedOperands, reference_step
+from deltazoo.mixers import MixerConfig
+from deltazoo.mixers.core import conformance
+from deltazoo.mixers.core.config import parse
+
+OPTIONS: dict[str, MixerConfig] = {
+    "kda": small("kda", gate_rank="full", gate_bias=True, conv_bias=True),
+    "gated_deltanet": small("gated_deltanet", gate_activation="sigmoid", beta_bias=True, conv_bias=True),
+    "mamba3": small("mamba3", rate="softplus", output_norm=True),
+}
+CHECKS = ("train", "prefill in pieces", "decode", "packed", "padded", "init_weights")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_keep_the_properties_of_a_mixer(name: str) -> None:
+    for check in CHECKS:
+        error = conformance.error(OPTIONS[name], check, backend="reference")
+        assert error <= conformance.PROPERTIES[check][1], check
+
+
+@pytest.mark.parametrize("name", ["kda", "gated_deltanet"])
+@torch.no_grad()
+def test_fused_decode_step_contains_the_options(name: str) -> None:
+    torch.manual_seed(0)
+    mixer = OPTIONS[name].build(WIDTH, backend="reference").double()
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    mixer.project.conv.bias.normal_()
+    _, state, _ = mixer(x[:, :5], mixer.init_state(2))
+    fusion = mixer.decode_fusion()
+    assert not fusion.remaining
+    operands = FusedOperands(fusion.inputs(x[:, 5:], state["project"]), state[mixer.update_key], None)
+    o, _ = reference_step(fusion.step, operands)
+    torch.testing.assert_close(mixer.out(o.flatten(2)), mixer(x)[0][:, 5:], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"mixer": "gated_deltanet", "gate": False, "gate_activation": "sigmoid"}, "needs gate=True, got gate=False"),
+        ({"mixer": "kda", "conv_width": 0, "conv_bias": True}, "conv_bias=True needs a conv_width of at least 1"),
+    ],
+)
+def test_options_that_mean_nothing_together_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse(fields)
