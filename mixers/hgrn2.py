@@ -24,6 +24,9 @@ class HGRN2(HeadConfig):
     purpose: ClassVar[str] = "HGRN with a matrix state; keys are 1 - decay"
     source: ClassVar[str] = "Qin 2024, arXiv 2404.07904"
     oracle: ClassVar[str] = "its equation, token by token in float64"
+    conv_width: int = Field(
+        default=0, ge=0, description="taps of the short convolutions of q, v and the map to a; 0: none"
+    )
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
 
     def spec(self) -> UpdateSpec:
@@ -33,7 +36,7 @@ class HGRN2(HeadConfig):
         return self.with_ungrouped_keys(self.head_shape(width))
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        projection = QKVProjection(shape, silu="q", keys=False)
-        decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth)
+        projection = QKVProjection(shape, self.conv_width, silu="q", keys=False)
+        decay = SigmoidDecay(shape, "channel", None, 1.0, floor=place.layer / place.depth, conv_width=self.conv_width)
         operands = {"decay": decay, "tied": TiedInputGate("key")}
         return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps, over="all")})

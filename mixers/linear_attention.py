@@ -8,23 +8,28 @@ from pydantic import Field, model_validator
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts
-from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, FeatureMap
+from deltazoo.mixers.families.shared_keys import SharedKeysConfig
+from deltazoo.mixers.parts.feature_maps import POSITIVE, Feature, LearnedFeature, feature_maps
 from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm, SharedLayerNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class LinearAttentionConfig(HeadConfig, ABC):
+class LinearAttentionConfig(SharedKeysConfig, ABC):
     """Sum of phi(k) v^T without a decay, read by phi(q) and normalised."""
 
     def spec(self) -> UpdateSpec:
         return UpdateSpec(transition="additive", scale=self.scale)
 
-    def normalised(self, shape: HeadShape, feature: Feature, before: dict[str, OperandPart] | None = None) -> Parts:
+    def projection(self, shape: HeadShape) -> QKVProjection:
+        return QKVProjection(self.key_value_shape(shape), query_heads=shape.heads)
+
+    def normalised(
+        self, shape: HeadShape, feature: Feature | LearnedFeature, before: dict[str, OperandPart] | None = None
+    ) -> Parts:
         """Create the parts of o_t = S_t^T phi(q_t) / phi(q_t)^T sum_(s <= t) phi(k_s). Args: before: phi."""
-        operands = (before or {}) | {"feature": FeatureMap(feature), "ones": NormaliserColumn()}
-        return Parts(QKVProjection(shape), operands, {"norm": Normalise(self.norm_eps)})
+        operands = (before or {}) | feature_maps(feature, shape) | self.sharing(shape) | {"ones": NormaliserColumn()}
+        return Parts(self.projection(shape), operands, {"norm": Normalise(self.norm_eps)})
 
 
 class LinearAttention(LinearAttentionConfig):
@@ -38,7 +43,7 @@ class LinearAttention(LinearAttentionConfig):
     purpose: ClassVar[str] = "softmax replaced by a feature map; no decay"
     source: ClassVar[str] = "Katharopoulos 2020, arXiv 2006.16236; dpfp: Schlag 2021, arXiv 2102.11174"
     oracle: ClassVar[str] = "its equation, token by token in float64"
-    feature: Feature = Field(default="elu+1", description="feature map phi of q and k")
+    feature: Feature | LearnedFeature = Field(default="elu+1", description="feature map phi of q and k")
     normaliser: bool = Field(default=True, description="divide by the sum of the weights; False: RMS norm per head")
 
     @model_validator(mode="after")
@@ -51,7 +56,8 @@ class LinearAttention(LinearAttentionConfig):
         if self.normaliser:
             return self.normalised(shape, self.feature)
         norm = HeadNorm(shape, self.norm_eps)
-        return Parts(QKVProjection(shape), {"feature": FeatureMap(self.feature)}, {"norm": norm})
+        operands = feature_maps(self.feature, shape) | self.sharing(shape)
+        return Parts(self.projection(shape), operands, {"norm": norm})
 
 
 class Based(LinearAttentionConfig):

@@ -1,4 +1,4 @@
-"""Feature maps of q and k: activations, DPFP, Taylor and random Fourier features.
+"""Feature maps of q and k: activations, learned maps, DPFP, Taylor and random Fourier features.
 
 B batch, T time, H heads, K key width, R random features
 """
@@ -14,8 +14,10 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, ResizesHeads
 
 Feature = Literal["identity", "silu", "relu", "elu+1", "softmax", "dpfp", "taylor", "quadratic"]
+Elementwise = Literal["identity", "silu", "relu", "elu+1"]  # keep K, as a decay per channel needs
+LearnedFeature = Literal["t2r", "hedgehog", "hadamard"]
 # Features with phi(q)^T phi(k) >= 0
-POSITIVE: tuple[Feature, ...] = ("relu", "elu+1", "softmax", "dpfp", "taylor", "quadratic")
+POSITIVE = ("relu", "elu+1", "softmax", "dpfp", "taylor", "quadratic", "t2r", "hedgehog")
 DPFP_ROLLS = 3
 
 
@@ -44,6 +46,70 @@ class FeatureMap(OperandPart, ResizesHeads):
 
     def extra_repr(self) -> str:
         return repr(self.feature)
+
+
+class LearnedFeatureMap(OperandPart, ResizesHeads):
+    """q, k <- phi_q(q), phi_k(k) with linear maps [K, K] that all heads share.
+
+    t2r: relu(W x) (Kasai 2103.13076). hedgehog: softmax([2 y, -2 y]) with y = W x + b, so that K becomes 2 K (Zhang
+    2402.04347). hadamard: (W x + b) * (W' x + b').
+
+    Args: tied: whether q and k have the same maps.
+    Initialisation: torch's for a linear map; hedgehog: W the identity and b = 0.
+    """
+
+    def __init__(self, feature: LearnedFeature, shape: HeadShape, tied: bool) -> None:
+        super().__init__()
+        self.feature: LearnedFeature = feature
+        maps, bias = 2 if feature == "hadamard" else 1, feature != "t2r"
+        names = "q" if tied else "qk"
+        self.maps = nn.ModuleDict({n: nn.Linear(shape.key_width, maps * shape.key_width, bias) for n in names})
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Override torch's initialisation of the linear maps of hedgehog."""
+        for layer in self.maps.values():
+            if self.feature == "hedgehog":
+                assert isinstance(layer, nn.Linear)
+                nn.init.eye_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        q, k = self._phi("q", inputs.q), self._phi("k" if "k" in self.maps else "q", inputs.k)
+        return inputs._replace(q=q, k=k), None
+
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(key_width=2 * shape.key_width) if self.feature == "hedgehog" else shape
+
+    def _phi(self, name: str, x: Tensor) -> Tensor:
+        y = self.maps[name](x)
+        if self.feature == "t2r":
+            return y.relu().to(x.dtype)
+        if self.feature == "hedgehog":
+            return torch.cat([2 * y, -2 * y], -1).softmax(-1).to(x.dtype)
+        first, second = y.chunk(2, -1)
+        return (first * second).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return repr(self.feature)
+
+
+class ValueSilu(OperandPart):
+    """v <- silu(v)."""
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return inputs._replace(v=F.silu(inputs.v)), None
+
+
+def feature_maps(feature: Feature | LearnedFeature, shape: HeadShape, tied: bool = False) -> dict[str, OperandPart]:
+    """Create the part "feature"; none for the identity. Args: tied: as for `LearnedFeatureMap`."""
+    if feature == "t2r" or feature == "hedgehog" or feature == "hadamard":
+        return {"feature": LearnedFeatureMap(feature, shape, tied)}
+    return {} if feature == "identity" else {"feature": FeatureMap(feature)}
 
 
 class RandomFourierFeatures(OperandPart, ResizesHeads, HasFlops):

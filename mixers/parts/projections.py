@@ -16,7 +16,7 @@ from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, Stateful, init_normal
+from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, Stateful, init_normal
 from deltazoo.mixers.parts.convolution import ConvBias, ShortConv
 
 # A subset of q, k and v
@@ -36,6 +36,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
         conv_bias: bias of the convolution, as for `ShortConv`.
         keys: False leaves k to a later part (HGRN-2); until then q takes its place.
         conv_of: the streams that are convolved; "qk" leaves out v (MesaNet).
+        query_heads: heads of q; None: those of k.
     State: the convolution's, [B, conv_width - 1, channels]; none without a convolution.
     """
 
@@ -50,11 +51,16 @@ class QKVProjection(Groupable, Fusible, Stateful):
         conv_bias: ConvBias = False,
         keys: bool = True,
         conv_of: Literal["qkv", "qk"] = "qkv",
+        query_heads: int | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.keys = shape, keys
+        self.shape, self.keys, self.query_heads = shape, keys, query_heads or shape.heads
         n, size = shape.householders, shape.heads * shape.key_width
-        channels = {"q": size, "k": n * size if keys else 0, "v": n * shape.value_heads * shape.value_width}
+        channels = {
+            "q": self.query_heads * shape.key_width,
+            "k": n * size if keys else 0,
+            "v": n * shape.value_heads * shape.value_width,
+        }
         widths = {"q": shape.key_width, "k": shape.key_width, "v": shape.value_width}
         parts = [ConvPart(channels[x], x in silu, widths[x] if x in unit else 0) for x in "qkv"]
         self.to_qkv = nn.Linear(shape.width, sum(channels.values()), bias=False)
@@ -94,7 +100,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
         q, k, v = (*convolved, *apply_silu_and_norm(unconvolved_BTC, self.unconvolved))
         k = k if self.keys else q
         H, HV = self.shape.heads, self.shape.value_heads
-        q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=H)
+        q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=self.query_heads)
         if self.shape.householders == 1:
             k, v = rearrange(k, "b t (h k) -> b t h k", h=H), rearrange(v, "b t (h v) -> b t h v", h=HV)
         else:
@@ -104,9 +110,11 @@ class QKVProjection(Groupable, Fusible, Stateful):
         return UpdateInputs(q_BTHK, k, v)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        if not self.keys or self.query_heads != self.shape.heads:
+            return None
         if self.conv is None:
-            return step._replace(parts=tuple(self.unconvolved)) if self.keys else None
-        if not self.keys or self.unconvolved or type(self.conv) is not ShortConv or not is_plain(self.conv):
+            return step._replace(parts=tuple(self.unconvolved))
+        if self.unconvolved or type(self.conv) is not ShortConv or not is_plain(self.conv):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 
@@ -117,6 +125,22 @@ class QKVProjection(Groupable, Fusible, Stateful):
             if self.conv.bias is not None:
                 inputs["bias"] = self.conv.bias
         return inputs
+
+
+class ShareKeyValues(OperandPart):
+    """Repeat k, v and log_decay of each key-value head for the query heads that share it, which are consecutive."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        groups = self.heads // inputs.k.shape[2]
+        shared = {"k": inputs.k, "v": inputs.v, "log_decay": inputs.log_decay}
+        repeated = {name: y.repeat_interleave(groups, 2) for name, y in shared.items() if y is not None}
+        return inputs._replace(**repeated), None
 
 
 class ChannelProjection(nn.Module, Stateful):

@@ -27,6 +27,7 @@ from equations import (
     low_rank,
     out,
     outer,
+    per_value_head,
     qkv,
     read,
     recurrence,
@@ -61,6 +62,8 @@ from deltazoo.mixers import (
 )
 from deltazoo.mixers.parts.feature_maps import Feature
 
+Projection = Callable[[Weights, Tensor], tuple[Tensor, Tensor, Tensor]]
+SHARED = {"heads": HV, "key_value_heads": 2, "key_width": K, "value_width": V}
 FEATURES, SLOTS = 16, 7  # random features of gated_rfa, memory slots of gsa and abc
 
 
@@ -78,6 +81,30 @@ def dpfp(x: Tensor) -> Tensor:
     both = torch.cat([F.relu(x), F.relu(-x)], -1)
     size = both.shape[-1]
     return torch.cat([torch.stack([both[..., i] * both[..., i - j] for i in range(size)], -1) for j in (1, 2, 3)], -1)
+
+
+def shared_qkv(w: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, and k and v of two key-value heads, each repeated for two query heads."""
+    projected = conv(w, "project.conv", linear(w, "project.to_qkv", x))
+    q, k, v = projected.split([HV * K, 2 * K, 2 * V], -1)
+    return split_heads(q, K), per_value_head(split_heads(k, K)), per_value_head(split_heads(v, V))
+
+
+def learned_map(w: Weights, x: Tensor, name: str) -> Tensor:
+    return linear(w, f"operands.feature.maps.{name}", x)
+
+
+def t2r_linear_attention(w: Weights, x: Tensor) -> Tensor:
+    q, k, v = shared_qkv(w, x)
+    q, k = (F.relu(learned_map(w, y, name)) for name, y in (("q", q), ("k", k)))
+    weight = torch.einsum("bthk,bshk->bhts", q, k).tril() * K**-0.5
+    return out(w, torch.einsum("bhts,bshv->bthv", weight, v) / (weight.sum(-1).mT[..., None] + 1e-5))
+
+
+def hadamard_linear_attention(w: Weights, x: Tensor) -> Tensor:
+    q, k, v = qkv(w, x)
+    q, k = (learned_map(w, y, name) for name, y in (("q", q), ("k", k)))
+    return out(w, rms_norm(w, recurrence(*(y[..., :K] * y[..., K:] for y in (q, k)), v)))
 
 
 def silu_linear_attention(w: Weights, x: Tensor) -> Tensor:
@@ -157,6 +184,21 @@ def gla(w: Weights, x: Tensor) -> Tensor:
     return out(w, gate(w, x, rms_norm(w, recurrence(*qkv(w, x), split_heads(decay, K)))))
 
 
+def gla_with_shared_keys(w: Weights, x: Tensor) -> Tensor:
+    """SiLU after the convolution, and SiLU as a feature map."""
+    q, k, v = (F.silu(y) for y in shared_qkv(w, x))
+    decay = per_value_head(split_heads(torch.sigmoid(linear(w, "operands.decay.proj", x)) ** (1 / 16), K))
+    return out(w, gate(w, x, rms_norm(w, recurrence(F.silu(q), F.silu(k), v, decay))))
+
+
+def hedgehog_simple_gla(w: Weights, x: Tensor) -> Tensor:
+    q, k, v = shared_qkv(w, x)
+    q, k = (2 * learned_map(w, y, name) for name, y in (("q", q), ("k", k)))
+    q, k = (torch.cat([y, -y], -1).softmax(-1) for y in (q, k))
+    decay = torch.sigmoid(linear(w, "operands.decay.proj", x)) ** (1 / 16)
+    return out(w, gate(w, x, rms_norm(w, recurrence(q, k, v, decay[..., None], scale=(2 * K) ** -0.5))))
+
+
 def simple_gla(w: Weights, x: Tensor) -> Tensor:
     """With SiLU after the convolution, if the mixer has one."""
     q, k, v = (F.silu(y) if "project.conv.weight" in w else y for y in qkv(w, x))
@@ -180,9 +222,10 @@ def gated_rfa(w: Weights, x: Tensor) -> Tensor:
 
 
 def hgrn2(w: Weights, x: Tensor) -> Tensor:
-    q, v = linear(w, "project.to_qkv", x).split([HV * K, HV * V], -1)
+    q, v = conv(w, "project.conv", linear(w, "project.to_qkv", x)).split([HV * K, HV * V], -1)
     g = torch.sigmoid(w["operands.decay.floor"])
-    f = split_heads(g + (1 - g) * torch.sigmoid(linear(w, "operands.decay.proj", x)), K)
+    raw = conv(w, "operands.decay.conv", linear(w, "operands.decay.proj", x))
+    f = split_heads(g + (1 - g) * torch.sigmoid(raw), K)
     o = recurrence(split_heads(F.silu(q), K), 1 - f, split_heads(v, V), f, scale=1)
     return out(w, rms_norm(w, o, dims=2))
 
@@ -204,9 +247,13 @@ def mlstm(w: Weights, x: Tensor) -> Tensor:
     return out(w, gate(w, x, layer_norm(w, o, 1e-6), torch.sigmoid))
 
 
-def gsa(w: Weights, x: Tensor) -> Tensor:
-    q, k, v = (F.silu(y) for y in qkv(w, x))
+def gsa(w: Weights, x: Tensor, phi: Callable[[Tensor], Tensor] = F.silu, project: Projection = qkv) -> Tensor:
+    """With SiLU after the convolution, if there is one, and a learned map before phi likewise."""
+    q, k, v = (F.silu(y) if "project.conv.weight" in w else y for y in project(w, x))
+    q, k = (learned_map(w, y, "q") if "operands.feature.maps.q.weight" in w else y for y in (q, k))
+    q, k, v = phi(q), phi(k), F.silu(v)
     a = split_heads(torch.sigmoid(linear(w, "operands.slots.proj", x)) ** (1 / 8), SLOTS)
+    a = per_value_head(a)
     keys = scan(
         lambda S, t: a[:, t, ..., None] * S + outer(1 - a[:, t], k[:, t]), lambda S, t: S, zero_state(x, SLOTS, K)
     )
@@ -215,8 +262,8 @@ def gsa(w: Weights, x: Tensor) -> Tensor:
 
 
 def abc(w: Weights, x: Tensor) -> Tensor:
-    """Slots as means of all tokens so far, weighted by a softmax over time."""
-    q, k, v = qkv(w, x)
+    """Slots as means of all tokens so far, weighted by a softmax over time. With SiLU after the convolution, if any."""
+    q, k, v = (F.silu(y) if "project.conv.weight" in w else y for y in qkv(w, x))
     q, k = (torch.cat([z.real, z.imag], -1) for z in (rotate(q, T), rotate(k, T)))
     score = split_heads(linear(w, "operands.slots.proj", x), SLOTS).clamp(-32, 32)
     outputs = []
@@ -295,6 +342,11 @@ CASES: dict[str, Case] = {
     "linear_attention, softmax": linear_attention_case("softmax", lambda x: x.softmax(-1)),
     "linear_attention, dpfp": linear_attention_case("dpfp", dpfp),
     "linear_attention, silu": (LinearAttention(**HEADS, feature="silu", normaliser=False), silu_linear_attention),
+    "linear_attention, shared keys, t2r": (LinearAttention(**SHARED, feature="t2r"), t2r_linear_attention),
+    "linear_attention, hadamard": (
+        LinearAttention(**HEADS, feature="hadamard", normaliser=False),
+        hadamard_linear_attention,
+    ),
     "based": (Based(**HEADS), based),
     "rebased": (ReBased(**HEADS), rebased),
     "rodimus": (Rodimus(key_width=K, gate_rank=3), rodimus),
@@ -302,10 +354,16 @@ CASES: dict[str, Case] = {
     "retnet": (RetNet(**HEADS), retnet),
     "gated_retnet": (GatedRetNet(**HEADS), gated_retnet),
     "gla": (GLA(**HEADS, gate_rank=3), gla),
+    "gla, shared keys, convolution, silu": (
+        GLA(**SHARED, gate_rank=3, conv_width=4, feature="silu"),
+        gla_with_shared_keys,
+    ),
+    "simple_gla, shared keys, hedgehog": (SimpleGLA(**SHARED, feature="hedgehog"), hedgehog_simple_gla),
     "simple_gla": (SimpleGLA(**HEADS), simple_gla),
     "simple_gla, convolution": (SimpleGLA(**HEADS, conv_width=4), simple_gla),
     "gated_rfa": (GatedRFA(**HEADS, features=FEATURES), gated_rfa),
     "hgrn2": (HGRN2(**HEADS), hgrn2),
+    "hgrn2, convolution": (HGRN2(**HEADS, conv_width=4), hgrn2),
     "mlstm": (MLSTM(**HEADS), mlstm),
     "mamba3": (Mamba3(**HEADS, rotary_fraction=0.7), mamba3),
     "mamba3, softplus, norm": (
@@ -313,6 +371,12 @@ CASES: dict[str, Case] = {
         partial(mamba3, softplus=True),
     ),
     "gsa": (GSA(**HEADS, slots=SLOTS), gsa),
+    "gsa, relu": (GSA(**HEADS, slots=SLOTS, feature="relu"), partial(gsa, phi=F.relu)),
+    "gsa, shared keys, convolution, t2r": (
+        GSA(**SHARED, slots=SLOTS, conv_width=4, feature="t2r"),
+        partial(gsa, phi=F.relu, project=shared_qkv),
+    ),
+    "abc, convolution": (ABCAttention(**HEADS, slots=SLOTS, conv_width=4), abc),
     "abc": (ABCAttention(**HEADS, slots=SLOTS), abc),
     "rwkv6": (RWKV6(**HEADS, mix_rank=2, decay_rank=3), rwkv6),
 }

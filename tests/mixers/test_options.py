@@ -10,14 +10,22 @@ import torch
 from small_configs import WIDTH, small
 
 from deltazoo.backends.conformance.decode_step import FusedOperands, reference_step
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.mixers import MixerConfig
 from deltazoo.mixers.core import conformance
 from deltazoo.mixers.core.config import parse
 
+SHARED: dict[str, Any] = {"heads": 4, "value_heads": None, "key_value_heads": 2}
 OPTIONS: dict[str, MixerConfig] = {
     "kda": small("kda", gate_rank="full", gate_bias=True, conv_bias=True),
     "gated_deltanet": small("gated_deltanet", gate_activation="sigmoid", beta_bias=True, conv_bias=True),
     "mamba3": small("mamba3", rate="softplus", output_norm=True),
+    "gla": small("gla", **SHARED, conv_width=3, feature="relu"),
+    "simple_gla": small("simple_gla", **SHARED, feature="hedgehog"),
+    "gsa": small("gsa", **SHARED, conv_width=3, feature="t2r"),
+    "abc": small("abc", conv_width=3),
+    "hgrn2": small("hgrn2", conv_width=3),
+    "linear_attention": small("linear_attention", **SHARED, feature="t2r"),
 }
 CHECKS = ("train", "prefill in pieces", "decode", "packed", "padded", "init_weights")
 
@@ -49,8 +57,14 @@ def test_fused_decode_step_contains_the_options(name: str) -> None:
     [
         ({"mixer": "gated_deltanet", "gate": False, "gate_activation": "sigmoid"}, "needs gate=True, got gate=False"),
         ({"mixer": "kda", "conv_width": 0, "conv_bias": True}, "conv_bias=True needs a conv_width of at least 1"),
+        ({"mixer": "gla", "key_value_heads": 2, "value_heads": 4}, "value_heads must be None with key_value_heads = 2"),
     ],
 )
 def test_options_that_mean_nothing_together_are_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse(fields)
+
+
+def test_key_value_heads_divide_the_query_heads() -> None:
+    with pytest.raises(ConfigError, match="key_value_heads must divide heads = 4, got 3"):
+        small("gsa", **SHARED | {"key_value_heads": 3}).build(WIDTH)

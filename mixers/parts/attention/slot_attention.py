@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
@@ -36,11 +36,16 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
 
     Each slot is a value head with V = 1 whose value is its write strength w, so that the state of the update is K
     transposed. Returns the intermediate "values": the projected values, for the second pass.
+
+    Args:
+        shape: the sizes of keys and values; slots: M.
+        query_heads: query heads, for which a and w are repeated; k and v already are. None: the heads of `shape`.
     """
 
-    def __init__(self, shape: HeadShape, slots: int) -> None:
+    def __init__(self, shape: HeadShape, slots: int, query_heads: int | None = None) -> None:
         super().__init__()
         self.heads, self.slots = shape.heads, slots
+        self.groups = (query_heads or shape.heads) // shape.heads
         self.proj = nn.Linear(shape.width, shape.heads * slots, bias=False)
 
     @abstractmethod
@@ -50,6 +55,10 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = self.proj(x)
         log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), state, context)
+        if self.groups > 1:
+            log_decay, write = (
+                repeat(y, "b t (h m) -> b t (h g m)", m=self.slots, g=self.groups) for y in (log_decay, write)
+            )
         v = write[..., None].to(inputs.v.dtype)
         return inputs._replace(v=v, log_decay=log_decay), new_state, {"values": inputs.v}
 
@@ -60,8 +69,8 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
 class GatedSlots(SlotKeyPass):
     """a = sigmoid(W x)^(1 / temperature) and w = 1 - a (GSA 2409.07146)."""
 
-    def __init__(self, shape: HeadShape, slots: int, temperature: float) -> None:
-        super().__init__(shape, slots)
+    def __init__(self, shape: HeadShape, slots: int, temperature: float, query_heads: int | None = None) -> None:
+        super().__init__(shape, slots, query_heads)
         self.temperature = temperature
 
     def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:

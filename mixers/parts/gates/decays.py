@@ -16,7 +16,8 @@ from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, projection
+from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, Stateful, projection
+from deltazoo.mixers.parts.convolution import ShortConv
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 Slopes = Literal["alibi", "power"]
@@ -108,7 +109,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         return f"per={self.per!r}, writes={self.writes}"
 
 
-class SigmoidDecay(OperandPart):
+class SigmoidDecay(OperandPart, Stateful):
     """log_decay = log(f) / temperature with f = sigmoid(W x + b), the decay of GLA.
 
     Args:
@@ -119,6 +120,8 @@ class SigmoidDecay(OperandPart):
             rises from layer to layer); 0: no bound. The papers tie the bounds of all layers by a cumulative softmax.
             Here each layer learns its own, starting from the value of that softmax at initialisation.
         bias: whether the map has a bias b; gated RetNet has none.
+        conv_width: taps of a short convolution of W x + b (HGRN-2 in fla); 0: none.
+    State: the convolution's, [B, conv_width - 1, channels]; none without a convolution.
     Initialisation: torch's for a linear map.
     Source: GLA 2312.06635 (channel, rank 16, temperature 16); HGRN 2311.04823, HGRN-2 2404.07904 (floor).
     """
@@ -131,11 +134,13 @@ class SigmoidDecay(OperandPart):
         temperature: float = 16.0,
         floor: float = 0.0,
         bias: bool = True,
+        conv_width: int = 0,
     ) -> None:
         super().__init__()
         self.heads, self.per, self.temperature, self.initial_floor = shape.value_heads, per, temperature, floor
         size = shape.value_heads * (shape.key_width if per == "channel" else 1)
         self.proj = projection(shape.width, size, rank, bias)
+        self.conv = ShortConv(size, conv_width) if conv_width else None
         self.floor = nn.Parameter(torch.empty(size)) if floor else None  # the logit of g
         self.reset_parameters()
 
@@ -143,10 +148,15 @@ class SigmoidDecay(OperandPart):
         if self.floor is not None:
             nn.init.constant_(self.floor, math.log(self.initial_floor / (1 - self.initial_floor)))
 
+    def init_state(self, batch: int, like: Tensor) -> Tensor | None:
+        return None if self.conv is None else self.conv.init_state(batch, like)
+
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         raw = self.proj(x)
+        if self.conv is not None:
+            (raw,), state = self.conv(raw, state, context)
         log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype)))
         if self.floor is not None:
             floor = self.floor.to(log_decay.dtype)
@@ -154,7 +164,7 @@ class SigmoidDecay(OperandPart):
         log_decay = log_decay / self.temperature
         if self.per == "channel":
             log_decay = rearrange(log_decay, "b t (h k) -> b t h k", h=self.heads)
-        return inputs._replace(log_decay=log_decay), None
+        return inputs._replace(log_decay=log_decay), state
 
     def extra_repr(self) -> str:
         return f"per={self.per!r}, temperature={self.temperature:g}"
