@@ -7,7 +7,7 @@ from pydantic import Field
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, Parts
-from deltazoo.mixers.families.delta_rule import DeltaRuleConfig
+from deltazoo.mixers.families.delta_rule import DECAY_BOUND, DeltaRuleConfig
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
@@ -31,8 +31,7 @@ class KDA(DeltaRuleConfig):
     decay_bound: float | None = Field(
         default=None,
         lt=0,
-        description="log_decay = decay_bound sigmoid(exp(A_log) (W x + dt_bias)), -5 in Ling 3.0 and GLM-5.3; None: "
-        "-exp(A_log) softplus(W x + dt_bias)",
+        description=DECAY_BOUND,
     )
 
     def spec(self) -> UpdateSpec:

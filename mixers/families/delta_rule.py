@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from deltazoo.backends.update.spec import Decay, NegativeEigenvalues, Reparam, UpdateSpec
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputPart
 from deltazoo.mixers.families.update import HeadConfig
-from deltazoo.mixers.parts.gates.beta import Beta, ChannelBeta
+from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection, Streams
@@ -16,6 +16,10 @@ from deltazoo.mixers.parts.projections import QKVProjection, Streams
 NEGATIVE_EIGENVALUES = "off; both: double the erase and write strengths; erase: double only the erase strength"
 REPARAM = "step of the delta rule: none: explicit Euler; efla: exact; longhorn: implicit Euler"
 DELTA_STEPS = "delta steps per token"
+DECAY_BOUND = (
+    "log_decay = decay_bound sigmoid(exp(A_log) (W x + dt_bias)), -5 in Ling 3.0 and GLM-5.3; None: "
+    "-exp(A_log) softplus(W x + dt_bias)"
+)
 OUTPUT_GATE = "output gate after the norm: o <- o * silu(W x)"
 CONV_BIAS = "bias of the short convolution"
 
@@ -52,12 +56,8 @@ class DeltaRuleConfig(HeadConfig, ABC):
         return QKVProjection(shape, self.conv_width, silu="qkv", unit=unit, conv_bias=self.conv_bias)
 
     def beta(self, shape: HeadShape, bias: bool = False) -> dict[str, OperandPart]:
-        """Create the part that computes the erase and write strengths, per head or per channel as in the spec.
-
-        Args: bias: whether the map to the strengths per head has a bias.
-        """
-        spec = self.spec()
-        return {"beta": ChannelBeta(shape, spec) if spec.beta == "channel" else Beta(shape, spec, bias)}
+        """Create the part that computes the erase and write strengths per head. Args: bias: whether its map has one."""
+        return {"beta": Beta(shape, self.spec(), bias)}
 
     def norm_and_gate(
         self, shape: HeadShape, gate: bool, activation: Literal["silu", "sigmoid"] = "silu"

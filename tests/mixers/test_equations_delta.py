@@ -91,9 +91,11 @@ def gated_deltanet(activation: Callable[[Tensor], Tensor]) -> Equation:
 
 def gated_deltanet2(w: Weights, x: Tensor) -> Tensor:
     q, k, v = silu_qkv(w, x)
-    erase = split_heads(torch.sigmoid(linear(w, "operands.beta.to_erase", x)), K)
+    erase = per_value_head(split_heads(torch.sigmoid(linear(w, "operands.beta.to_erase", x)), K))
     write = split_heads(torch.sigmoid(linear(w, "operands.beta.to_write", x)), V)
-    o = recurrence(unit(q), unit(k), v, softplus_decay(w, x), erase, write)
+    raw = split_heads(linear(w, "operands.decay.proj", x) + w["operands.decay.dt_bias"], K)
+    decay = torch.exp(-torch.exp(w["operands.decay.A_log"])[:, None] * torch.log1p(torch.exp(raw)))
+    o = recurrence(unit(q), unit(k), v, per_value_head(decay), erase, write)
     return out(w, gate(w, x, rms_norm(w, o), torch.sigmoid))
 
 
@@ -203,7 +205,7 @@ def integrated(exact: bool, query_norm: bool = True) -> Equation:
 
 
 def preconditioned_keys(w: Weights, x: Tensor, k: Tensor) -> Tensor:
-    """k_t M(A_t) with A_t = a_t A_(t-1) + beta_t k_t^2 and M(A) = 1.5^(-r / (1 + |r|)), r = log(A + 1e-6) - c.
+    """p_t = k_t M(A_t) with A_t = a_t A_(t-1) + beta_t k_t^2 and M(A) = 1.5^(-r / (1 + |r|)), r = log(A + 1e-6) - c.
 
     Equation and constants: fla's naive_recurrent_precond_gated_delta_rule.
     """
@@ -220,20 +222,31 @@ def preconditioned_keys(w: Weights, x: Tensor, k: Tensor) -> Tensor:
     return torch.stack(keys, 1)
 
 
-def preconditioned(activation: Callable[[Tensor], Tensor]) -> Equation:
+def bounded_decay(w: Weights, x: Tensor) -> Tensor:
+    """KDA's decay with a bound of -5, [B, T, HV, K]."""
+    raw = (linear(w, "operands.decay.proj", x) + w["operands.decay.dt_bias"]).unflatten(-1, (HV, -1))
+    return torch.exp(-5 * torch.sigmoid(torch.exp(w["operands.decay.A_log"])[:, None] * raw))
+
+
+def preconditioned(
+    activation: Callable[[Tensor], Tensor] | None,
+    doubled: bool = False,
+    decay: Callable[[Weights, Tensor], Tensor] = softplus_decay,
+) -> Equation:
     """S <- D S, S <- S + beta p (v - S^T k)^T for the preconditioned key p."""
 
     def equation(w: Weights, x: Tensor) -> Tensor:
         q, k, v = silu_qkv(w, x)
         q, k = unit(q), unit(k)
-        p, a, strength = preconditioned_keys(w, x, k), softplus_decay(w, x), beta(w, x)
+        p, a, strength = preconditioned_keys(w, x, k), decay(w, x), per_value_head(beta(w, x))
+        strength = 2 * strength.clamp(max=MAX_DOUBLED_BETA) if doubled else strength
 
         def step(S: Tensor, t: int) -> Tensor:
             S = a[:, t, ..., None] * S
             return S + outer(strength[:, t] * p[:, t], v[:, t] - read(S, k[:, t]))
 
-        o = scan(step, lambda S, t: K**-0.5 * read(S, q[:, t]), zero_state(x))
-        return out(w, gate(w, x, rms_norm(w, o), activation))
+        o = rms_norm(w, scan(step, lambda S, t: K**-0.5 * read(S, q[:, t]), zero_state(x)))
+        return out(w, o if activation is None else gate(w, x, o, activation))
 
     return equation
 
@@ -278,6 +291,7 @@ CASES: dict[str, Case] = {
     "kda, bias of the gate": (KDA(**HEADS, gate_bias=True), gated_deltanet(torch.sigmoid)),
     "kda, full-rank gates": (KDA(**HEADS, gate_rank="full", gate_bias=True), gated_deltanet(torch.sigmoid)),
     "gated_deltanet2": (GatedDeltaNet2(**HEADS), gated_deltanet2),
+    "gated_deltanet2, gates of value heads": (GatedDeltaNet2(**HEADS, gates_per="value"), gated_deltanet2),
     "comba": (Comba(**HEADS), comba(norm_after=False)),
     "comba, norm after the feedback": (Comba(**HEADS, norm_after=True), comba(norm_after=True)),
     "deltaproduct": (DeltaProduct(**HEADS, householders=3), deltaproduct(decay=False)),
@@ -295,7 +309,15 @@ CASES: dict[str, Case] = {
     "gated_longhorn, query norm": (GatedLonghorn(**HEADS, query_norm=True), integrated(exact=False)),
     "gated_deltanet, longhorn": (GatedDeltaNet(**HEADS, reparam="longhorn"), integrated(exact=False)),
     "preconditioned_deltanet": (PreconditionedDeltaNet(**HEADS), preconditioned(F.silu)),
+    "preconditioned_deltanet, doubled beta, no gate": (
+        PreconditionedDeltaNet(**HEADS, negative_eigenvalues="both", gate=False),
+        preconditioned(None, doubled=True),
+    ),
     "preconditioned_kda": (PreconditionedKDA(**HEADS), preconditioned(torch.sigmoid)),
+    "preconditioned_kda, other heads, bounded decay": (
+        PreconditionedKDA(**HEADS, preconditioner_per="key", beta_per="value", decay_bound=-5.0),
+        preconditioned(torch.sigmoid, decay=bounded_decay),
+    ),
     "rwkv7": (RWKV7(**HEADS, ranks=(3, 0, 3, 2, 4)), rwkv7),
 }
 

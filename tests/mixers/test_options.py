@@ -19,6 +19,9 @@ SHARED: dict[str, Any] = {"heads": 4, "value_heads": None, "key_value_heads": 2}
 OPTIONS: dict[str, MixerConfig] = {
     "kda": small("kda", gate_rank="full", gate_bias=True, conv_bias=True),
     "gated_deltanet": small("gated_deltanet", gate_activation="sigmoid", beta_bias=True, conv_bias=True),
+    "gated_deltanet2": small("gated_deltanet2", heads=2, householders=2),
+    "preconditioned_deltanet": small("preconditioned_deltanet", negative_eigenvalues="both", gate=False),
+    "preconditioned_kda": small("preconditioned_kda", decay_bound=-5.0),
     "mamba3": small("mamba3", rate="softplus", output_norm=True),
     "gla": small("gla", **SHARED, conv_width=3, feature="relu"),
     "simple_gla": small("simple_gla", **SHARED, feature="hedgehog"),

@@ -65,26 +65,32 @@ class ChannelBeta(OperandPart):
 
     See `max_beta` for their upper bound.
 
+    Args: erase_heads: heads of erase; None: the value heads.
     Source: Gated DeltaNet-2 2605.22791.
     """
 
-    def __init__(self, shape: HeadShape, spec: UpdateSpec) -> None:
+    def __init__(self, shape: HeadShape, spec: UpdateSpec, erase_heads: int | None = None) -> None:
         super().__init__()
-        self.householders, self.heads = shape.householders, shape.value_heads
+        self.householders, self.widths = shape.householders, (shape.key_width, shape.value_width)
         self.max_beta = max_beta(spec)
-        self.to_erase = projection(shape.width, self.householders * shape.value_heads * shape.key_width)
+        erase = (erase_heads or shape.value_heads) * shape.key_width
+        self.to_erase = projection(shape.width, self.householders * erase)
         self.to_write = projection(shape.width, self.householders * shape.value_heads * shape.value_width)
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        return inputs._replace(erase=self._beta(self.to_erase(x)), write=self._beta(self.to_write(x))), None
+        erase, write = (
+            self._beta(linear(x), width)
+            for linear, width in zip((self.to_erase, self.to_write), self.widths, strict=True)
+        )
+        return inputs._replace(erase=erase, write=write), None
 
-    def _beta(self, raw: Tensor) -> Tensor:
+    def _beta(self, raw: Tensor, width: int) -> Tensor:
         beta = _bounded_sigmoid(raw, self.max_beta)
         if self.householders > 1:
-            return rearrange(beta, "b t (n h c) -> b t n h c", n=self.householders, h=self.heads)
-        return rearrange(beta, "b t (h c) -> b t h c", h=self.heads)
+            return rearrange(beta, "b t (n h c) -> b t n h c", n=self.householders, c=width)
+        return rearrange(beta, "b t (h c) -> b t h c", c=width)
 
     def extra_repr(self) -> str:
         return f"max_beta={self.max_beta}"

@@ -14,42 +14,44 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
+from deltazoo.mixers.core.part import HeadShape, OperandPart, ResizesHeads, Stateful
 from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates.per_value_head import HeadKind
 
 SECOND_MOMENT = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
 EPS = 1e-6
 INITIAL_CENTER = -0.2
 
 
-class Preconditioner(OperandPart, Stateful):
+class Preconditioner(OperandPart, ResizesHeads, Stateful):
     """k_t <- k_t * M_t and e_t <- k_t, the erase key, with the second moment A of the keys in each channel:
 
         A_t = a_t A_(t-1) + beta_t k_t^2
         M_t = bound^(-r / (1 + |r|)), r = log(A_t + 1e-6) - c
 
-    M lies between 1 / bound and bound, and is 1 at A = exp(c). a and beta are Mamba-2's decay and a sigmoid, per key
-    head, from maps apart from those of the delta rule. A is an update with one key channel, whose values are k^2.
+    M lies between 1 / bound and bound, and is 1 at A = exp(c). a and beta are Mamba-2's decay and a sigmoid, per head,
+    from maps apart from those of the delta rule. A is an update with one key channel, whose values are k^2.
 
     Args:
         bound: the largest factor.
         rates: as for `SoftplusDecay`, of a.
-    State: A, [B, H, 1, K].
-    Initialisation: c = -0.2 for each key head; a as `SoftplusDecay`.
+        per: the heads that have an A: "key", or "value", for which q and k are repeated.
+    State: A, [B, H or HV, 1, K].
+    Initialisation: c = -0.2 for each head; a as `SoftplusDecay`.
     Source: Preconditioned DeltaNet 2604.21100; M, its constants and initial values as in the authors' code in fla.
     """
 
     splits: ClassVar[bool] = True
 
-    def __init__(self, shape: HeadShape, bound: float, rates: tuple[float, float]) -> None:
+    def __init__(self, shape: HeadShape, bound: float, rates: tuple[float, float], per: HeadKind = "key") -> None:
         super().__init__()
-        self.bound = bound
-        per_key_head = HeadShape(shape.width, shape.heads, shape.heads, 1, shape.key_width)
-        self.decay = SoftplusDecay(per_key_head, rates=rates)
-        self.beta = Beta(per_key_head, SECOND_MOMENT)
-        self.update = Update(SECOND_MOMENT, per_key_head)
-        self.center = nn.Parameter(torch.empty(shape.heads))
+        self.bound, self.heads = bound, shape.heads if per == "key" else shape.value_heads
+        per_head = HeadShape(shape.width, self.heads, self.heads, 1, shape.key_width)
+        self.decay = SoftplusDecay(per_head, rates=rates)
+        self.beta = Beta(per_head, SECOND_MOMENT)
+        self.update = Update(SECOND_MOMENT, per_head)
+        self.center = nn.Parameter(torch.empty(self.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -58,9 +60,15 @@ class Preconditioner(OperandPart, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return self.update.init_state(batch, like)
 
+    def resize_heads(self, shape: HeadShape) -> HeadShape:
+        return shape._replace(heads=self.heads)
+
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
+        if self.heads != inputs.k.shape[2]:
+            groups = self.heads // inputs.k.shape[2]
+            inputs = inputs._replace(q=inputs.q.repeat_interleave(groups, 2), k=inputs.k.repeat_interleave(groups, 2))
         k = inputs.k.to(state_dtype(inputs.k.dtype))
         one = torch.ones_like(k[..., :1])
         moment = UpdateInputs(one, one, k.square())
