@@ -3,7 +3,7 @@
 B batch, T time, S slots, D width, H heads, K key width, V value width, C latent width, R rotary width
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -29,7 +29,8 @@ class MLA(FilterConfig):
     """c_t = norm(W x_t), k_t = [W_k c_t, r_t], v_t = W_v c_t, o_t = sum_(s <= t) softmax_s(scale q_t^T k_s) v_s.
 
     The key r_t = W_r x_t is shared by all heads. It and the last channels of q_t get rotary embeddings, unless
-    rotary_theta is None (Kimi Linear). The cache stores c_t and r_t.
+    rotary_theta is None (Kimi Linear). The cache stores c_t and r_t of every token, also with a window. With a gate,
+    o_t <- o_t * sigmoid(W_g x_t).
     """
 
     name: ClassVar[str] = "mla"
@@ -60,6 +61,15 @@ class MLA(FilterConfig):
     )
     scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: (K + R) ** -0.5"
+    )
+    window: int | None = Field(
+        default=None, ge=1, description="tokens to attend to, the current one included; None: all"
+    )
+    gate: Literal["head", "channel"] | None = Field(
+        default=None, description="output gate: head: one number per head (Ling 3.0); channel: per channel (Kimi K3)"
+    )
+    bias: bool = Field(
+        default=False, description="biases of the output map, of the map to c and r, and of W' (transformers)"
     )
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norms")
 
@@ -94,7 +104,7 @@ class MLAMixer(TokenCacheMixer):
         self.V = config.value_width or self.K
         self.C = config.latent_width or 4 * self.K
         self.R = self.K // 4 * 2 if config.rotary_width is None else config.rotary_width
-        self.theta = config.rotary_theta
+        self.theta, self.window = config.rotary_theta, config.window
         if self.theta is not None and self.R % 2:
             raise ConfigError(f"rotary_width must be even with rotary embeddings, got {self.R}")
         self.scale = (self.K + self.R) ** -0.5 if config.scale is None else config.scale
@@ -103,14 +113,17 @@ class MLAMixer(TokenCacheMixer):
             self.to_q: nn.Module = nn.Linear(width, query_width, bias=False)
         else:
             self.to_q = nn.Sequential(
-                nn.Linear(width, config.query_rank, bias=False),
+                nn.Linear(width, config.query_rank, bias=config.bias),
                 RMSNorm(config.query_rank, config.norm_eps),
                 nn.Linear(config.query_rank, query_width, bias=False),
             )
-        self.to_latent = nn.Linear(width, self.C + self.R, bias=False)
+        self.to_latent = nn.Linear(width, self.C + self.R, bias=config.bias)
         self.latent_norm = RMSNorm(self.C, config.norm_eps)
         self.to_kv = nn.Linear(self.C, self.heads * (self.K + self.V), bias=False)
-        self.out = nn.Linear(self.heads * self.V, width, bias=False)
+        self.to_gate = None
+        if config.gate is not None:
+            self.to_gate = nn.Linear(width, self.heads * (1 if config.gate == "head" else self.V), bias=False)
+        self.out = nn.Linear(self.heads * self.V, width, bias=config.bias)
 
     def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
         return {"latent": like.new_zeros(batch, slots, 1, self.C + self.R)}
@@ -120,10 +133,13 @@ class MLAMixer(TokenCacheMixer):
         if context.parallel is not None:
             o = self._attend_split(q, c, r, state, new, context)
         elif state is None:
-            o = attend(q, *self._keys_and_values(c, r), self.scale, None, context.cu_seqlens)
+            o = attend(q, *self._keys_and_values(c, r), self.scale, self.window, context.cu_seqlens)
         else:
             self.check_cache(state, x, context)
             o = self._attend_cached(q, c, r, state, new, context)
+        if self.to_gate is not None:
+            raw = torch.unflatten(self.to_gate(x), -1, (self.heads, -1))
+            o = (o * raw.to(state_dtype(raw.dtype)).sigmoid()).to(o.dtype)
         return self.out(o.flatten(2))
 
     def split_refusal(self) -> None:
@@ -138,10 +154,10 @@ class MLAMixer(TokenCacheMixer):
         latent = gather_line(torch.cat([c, r], -1), plan)
         k, v = self._keys_and_values(*self._split(latent))
         if state is None:
-            return attend_line(q, k, v, self.scale, None, plan)
+            return attend_line(q, k, v, self.scale, self.window, plan)
         self.check_cache(state, q, context)
         cache = KVCache(*self._keys_and_values(*self._split(state["latent"].to(latent.dtype))), state["seen"])
-        o = attend_cached_split(q, k, v, self.scale, None, cache, plan)
+        o = attend_cached_split(q, k, v, self.scale, self.window, cache, plan)
         self.append({"latent": latent}, state, new, q, context)
         return o
 
@@ -152,7 +168,7 @@ class MLAMixer(TokenCacheMixer):
         if context.cu_seqlens is not None:
             k, v = self._keys_and_values(c, r)
             cache = KVCache(*self._keys_and_values(*self._split(state["latent"].to(latent.dtype))), state["seen"])
-            o = attend_packed(q, k, v, self.scale, None, cache, context.cu_seqlens)
+            o = attend_packed(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
             self.append({"latent": latent}, state, new, q, context)
             return o
         position_BT = state["seen"][:, None] + torch.arange(q.shape[1], device=q.device)
@@ -160,9 +176,8 @@ class MLAMixer(TokenCacheMixer):
         latent = new["latent"].to(latent.dtype)
         if q.shape[1] == 1 and is_plain_linear(self.to_kv) and self.to_kv.bias is None:
             return self._decode(q, latent, new["seen"], position_BT)
-        return attend_cache(
-            q, KVCache(*self._keys_and_values(*self._split(latent)), new["seen"]), self.scale, position_BT
-        )
+        cache = KVCache(*self._keys_and_values(*self._split(latent)), new["seen"])
+        return attend_cache(q, cache, self.scale, position_BT, self.window)
 
     def _operands(self, x: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, T, H, K + R], c [B, T, 1, C] and r [B, T, 1, R]."""
@@ -187,5 +202,5 @@ class MLAMixer(TokenCacheMixer):
         weight_HEC = torch.unflatten(self.to_kv.weight, 0, (self.heads, self.K + self.V))
         q_HC = torch.einsum("bthk,hkc->bthc", q[..., : self.K], weight_HEC[:, : self.K])
         query = torch.cat([q_HC, q[..., self.K :].to(q_HC.dtype)], -1)
-        o_HC = attend_cache(query, KVCache(latent, latent[..., : self.C], seen), self.scale, position_BT)
+        o_HC = attend_cache(query, KVCache(latent, latent[..., : self.C], seen), self.scale, position_BT, self.window)
         return torch.einsum("bthc,hvc->bthv", o_HC, weight_HEC[:, self.K :])

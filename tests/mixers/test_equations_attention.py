@@ -3,6 +3,8 @@
 B batch, T time, H heads, E head width
 """
 
+from functools import partial
+
 import pytest
 import torch
 from equations import (
@@ -29,12 +31,13 @@ H, K, V, C, R = 2, 6, 5, 7, 4
 E = 6
 
 
-def softmax_attention(scores: Tensor, v: Tensor) -> Tensor:
-    """Return the average of v [B, T, H, V] with the softmax over s <= t of scores [B, H, T, S]."""
+def softmax_attention(scores: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Return the average of v [B, T, H, V] with the softmax over t - window < s <= t of scores [B, H, T, S]."""
     rows = []
     for t in range(v.shape[1]):
-        weight = scores[:, :, t, : t + 1].exp()
-        rows.append(torch.einsum("bhs,bshv->bhv", weight / weight.sum(-1, keepdim=True), v[:, : t + 1]))
+        seen = slice(0 if window is None else max(t + 1 - window, 0), t + 1)
+        weight = scores[:, :, t, seen].exp()
+        rows.append(torch.einsum("bhs,bshv->bhv", weight / weight.sum(-1, keepdim=True), v[:, seen]))
     return torch.stack(rows, 1)
 
 
@@ -42,21 +45,27 @@ def norm(w: Weights, name: str, x: Tensor, eps: float = 1e-6) -> Tensor:
     return w[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def mla(w: Weights, x: Tensor, rotary: bool = True) -> Tensor:
+def mla(w: Weights, x: Tensor, rotary: bool = True, window: int | None = None) -> Tensor:
     """DeepSeek-V2, appendix C, with the scores as the sum over both parts of the keys."""
     latent = linear(w, "to_latent", x)
     c, r = norm(w, "latent_norm", latent[..., :C]), latent[..., C:]
     kv = split_heads(linear(w, "to_kv", c), K + V)
     low_rank = "to_q.0.weight" in w
-    q = w["to_q.2.weight"] @ norm(w, "to_q.1", x @ w["to_q.0.weight"].mT).mT if low_rank else w["to_q.weight"] @ x.mT
-    q = split_heads(q.mT, K + R)
+    q = (
+        linear(w, "to_q.2", norm(w, "to_q.1", x @ w["to_q.0.weight"].mT + w.get("to_q.0.bias", 0)))
+        if low_rank
+        else linear(w, "to_q", x)
+    )
+    q = split_heads(q, K + R)
     scores = torch.einsum("bthe,bshe->bhts", q[..., :K], kv[..., :K])
     if rotary:
         q_rotated, r_rotated = rotate(q[..., K:], x.shape[1]), rotate(r[:, :, None], x.shape[1])[:, :, 0]
         scores = scores + torch.einsum("bthe,bse->bhts", q_rotated, r_rotated.conj()).real
     else:
         scores = scores + torch.einsum("bthe,bse->bhts", q[..., K:], r)
-    o = softmax_attention(scores * (K + R) ** -0.5, kv[..., K:])
+    o = softmax_attention(scores * (K + R) ** -0.5, kv[..., K:], window)
+    if "to_gate.weight" in w:
+        o = o * torch.sigmoid(linear(w, "to_gate", x)).unflatten(-1, (H, -1))
     return linear(w, "out", o.flatten(2))
 
 
@@ -133,6 +142,8 @@ CASES: dict[str, Case] = {
     "mla": (MLA(**MLA_SIZES), mla),
     "mla, low-rank query": (MLA(**MLA_SIZES, query_rank=3), mla),
     "mla, no positions": (MLA(**MLA_SIZES, rotary_theta=None), mla_without_positions),
+    "mla, gate per head, window": (MLA(**MLA_SIZES, gate="head", window=3), partial(mla, window=3)),
+    "mla, gate per channel, biases": (MLA(**MLA_SIZES, gate="channel", bias=True, query_rank=3), mla),
     "path_attention": (PathAttention(heads=3, head_width=E, rank=2), path),
     "path_attention, full rank, norm, longer convolution": (
         PathAttention(heads=3, head_width=E, rank=None, qk_norm=True, conv_width=4),

@@ -22,6 +22,7 @@ OPTIONS: dict[str, MixerConfig] = {
     "gated_deltanet2": small("gated_deltanet2", heads=2, householders=2),
     "preconditioned_deltanet": small("preconditioned_deltanet", negative_eigenvalues="both", gate=False),
     "preconditioned_kda": small("preconditioned_kda", decay_bound=-5.0),
+    "mla": small("mla", gate="head", window=4, bias=True, query_rank=3),
     "mamba3": small("mamba3", rate="softplus", output_norm=True),
     "gla": small("gla", **SHARED, conv_width=3, feature="relu"),
     "simple_gla": small("simple_gla", **SHARED, feature="hedgehog"),

@@ -63,10 +63,15 @@ def attend_ring_buffer(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: KVC
     return first if T <= W else torch.cat([first, _later_blocks(q, k, v, scale, W, None)], 1)
 
 
-def attend_cache(q: Tensor, cache: KVCache, scale: float, position_BT: Tensor) -> Tensor:
-    """Attend to the cached tokens up to each query's position; the cache already includes the new tokens."""
+def attend_cache(q: Tensor, cache: KVCache, scale: float, position_BT: Tensor, window: int | None = None) -> Tensor:
+    """Attend to the cached tokens up to each query's position; the cache already includes the new tokens.
+
+    Args: window: tokens to attend to, the query's own included; None: all.
+    """
     position_BS = token_in_slot(cache)
     visible_BTS = (position_BS >= 0)[:, None] & (position_BS[:, None] <= position_BT[..., None])
+    if window is not None:
+        visible_BTS = visible_BTS & (position_BS[:, None] > position_BT[..., None] - window)
     return sdpa(q, cache.k.to(q.dtype), cache.v.to(q.dtype), scale, visible_BTS[:, None])
 
 
