@@ -35,6 +35,7 @@ _OTHERS = {
     "deltazoo.mixers.families.fast_weights": ["FastWeightMixer"],
     "deltazoo.mixers.families.filter": ["FilterConfig", "FilterMixer"],
     "deltazoo.mixers.families.log_linear": ["LogLinearConfig"],
+    "deltazoo.mixers.families.shared_keys": ["SharedKeysConfig"],
     "deltazoo.mixers.families.token_cache": ["TokenCacheMixer"],
     "deltazoo.mixers.families.update": ["ChannelConfig", "HeadConfig", "UpdateConfig"],
 }

@@ -43,6 +43,7 @@ from deltazoo.mixers.families.fast_weights import FastWeightMixer as FastWeightM
 from deltazoo.mixers.families.filter import FilterConfig as FilterConfig
 from deltazoo.mixers.families.filter import FilterMixer as FilterMixer
 from deltazoo.mixers.families.log_linear import LogLinearConfig as LogLinearConfig
+from deltazoo.mixers.families.shared_keys import SharedKeysConfig as SharedKeysConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer as TokenCacheMixer
 from deltazoo.mixers.families.update import ChannelConfig as ChannelConfig
 from deltazoo.mixers.families.update import HeadConfig as HeadConfig
@@ -83,6 +84,7 @@ from deltazoo.mixers.mom import MoM as MoM
 from deltazoo.mixers.path_attention import PathAttention as PathAttention
 from deltazoo.mixers.preconditioned_deltanet import PreconditionedDeltaNet as PreconditionedDeltaNet
 from deltazoo.mixers.preconditioned_deltanet import PreconditionedKDA as PreconditionedKDA
+from deltazoo.mixers.raven import Raven as Raven
 from deltazoo.mixers.retnet import RetNet as RetNet
 from deltazoo.mixers.rg_lru import RGLRU as RGLRU
 from deltazoo.mixers.rodimus import Rodimus as Rodimus

@@ -16,6 +16,7 @@ from deltazoo.mixers.families.delta_rule import (
 )
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 
+BETA_BIAS = "bias of the map to beta; True in NVlabs' code"
 QUERY_NORM = "divide q by its L2 norm; False in NVlabs' gated Longhorn"
 
 
@@ -26,7 +27,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
     gate_activation: Literal["silu", "sigmoid"] = Field(
         default="silu", description="activation of the output gate; sigmoid in Qwen4-Exp"
     )
-    beta_bias: bool = Field(default=False, description="bias of the map to beta; True in NVlabs' code")
+    beta_bias: bool = Field(default=False, description=BETA_BIAS)
     query_norm: bool = Field(default=True, description=QUERY_NORM)
 
     @model_validator(mode="after")
@@ -73,7 +74,7 @@ class GatedLonghorn(GatedDeltaNetConfig):
     """S_t = (I - f_t k_t k_t^T) a_t S_(t-1) + f_t k_t v_t^T, f_t = beta_t / (1 + beta_t |k_t|^2).
 
     k is not normalised: its length affects the step. Nor is q, as in the layer of NVlabs/GatedDeltaNet with
-    qk_norm="longhorn", whose map to beta also has a bias (`beta_bias`).
+    qk_norm="longhorn", whose map to beta also has a bias.
     """
 
     name: ClassVar[str] = "gated_longhorn"
@@ -82,6 +83,7 @@ class GatedLonghorn(GatedDeltaNetConfig):
     oracle: ClassVar[str] = "the implicit step, solved in float64"
     reparam: Reparam = Field(default="longhorn", description=REPARAM)
     query_norm: bool = Field(default=False, description=QUERY_NORM)
+    beta_bias: bool = Field(default=True, description=BETA_BIAS)
 
 
 class GatedDeltaProduct(GatedDeltaNetConfig):

@@ -182,6 +182,11 @@ FLA_LAYERS: dict[str, FlaLayer] = {
     ),
     "preconditioned_deltanet": FlaLayer("PrecondGatedDeltaNet", _head_sizes),
     "preconditioned_kda": FlaLayer("PrecondKDA", _head_sizes),
+    "raven": FlaLayer(
+        "Raven",
+        lambda c, w: _expansions(c, w) | {"num_slots": c.slots, "topk": c.active, "add_gumbel_noise": c.noise},
+        frozenset({"slots", "active", "noise"}),
+    ),
     "rebased": FlaLayer(
         "ReBasedLinearAttention",
         lambda c, w: {

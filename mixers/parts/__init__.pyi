@@ -16,6 +16,7 @@ from deltazoo.mixers.core.part import init_normal as init_normal
 from deltazoo.mixers.core.part import projection as projection
 from deltazoo.mixers.parts.attention.caches import KVCache as KVCache
 from deltazoo.mixers.parts.attention.slot_attention import GatedSlots as GatedSlots
+from deltazoo.mixers.parts.attention.slot_attention import RoutedSlots as RoutedSlots
 from deltazoo.mixers.parts.attention.slot_attention import SlotKeyPass as SlotKeyPass
 from deltazoo.mixers.parts.attention.slot_attention import SlotValuePass as SlotValuePass
 from deltazoo.mixers.parts.attention.slot_attention import SoftmaxSlots as SoftmaxSlots
@@ -26,7 +27,9 @@ from deltazoo.mixers.parts.attention.softmax_attention import attend_ring_buffer
 from deltazoo.mixers.parts.convolution import ShortConv as ShortConv
 from deltazoo.mixers.parts.convolution import TokenShift as TokenShift
 from deltazoo.mixers.parts.feature_maps import FeatureMap as FeatureMap
+from deltazoo.mixers.parts.feature_maps import LearnedFeatureMap as LearnedFeatureMap
 from deltazoo.mixers.parts.feature_maps import RandomFourierFeatures as RandomFourierFeatures
+from deltazoo.mixers.parts.feature_maps import ValueSilu as ValueSilu
 from deltazoo.mixers.parts.gates.beta import Beta as Beta
 from deltazoo.mixers.parts.gates.beta import ChannelBeta as ChannelBeta
 from deltazoo.mixers.parts.gates.decays import FixedDecay as FixedDecay
@@ -39,6 +42,7 @@ from deltazoo.mixers.parts.gates.forget_gates import ForgetGate as ForgetGate
 from deltazoo.mixers.parts.gates.output_gates import OutputGate as OutputGate
 from deltazoo.mixers.parts.gates.output_gates import OutputSilu as OutputSilu
 from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate as PrecomputedGate
+from deltazoo.mixers.parts.gates.per_value_head import RepeatForValueHeads as RepeatForValueHeads
 from deltazoo.mixers.parts.gates.rg_lru import RGLRUGate as RGLRUGate
 from deltazoo.mixers.parts.gates.softmax_keys import SoftmaxKeys as SoftmaxKeys
 from deltazoo.mixers.parts.gates.tempered_gates import ConvolvedSkip as ConvolvedSkip
@@ -53,6 +57,7 @@ from deltazoo.mixers.parts.memory.token_scan import TokenScan as TokenScan
 from deltazoo.mixers.parts.normaliser import Normalise as Normalise
 from deltazoo.mixers.parts.normaliser import NormaliserColumn as NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm as HeadNorm
+from deltazoo.mixers.parts.norms import KeyNorm as KeyNorm
 from deltazoo.mixers.parts.norms import RMSNorm as RMSNorm
 from deltazoo.mixers.parts.norms import SharedLayerNorm as SharedLayerNorm
 from deltazoo.mixers.parts.norms import UnitNorm as UnitNorm
@@ -60,6 +65,7 @@ from deltazoo.mixers.parts.norms import rms_norm as rms_norm
 from deltazoo.mixers.parts.norms import unit_norm as unit_norm
 from deltazoo.mixers.parts.projections import ChannelProjection as ChannelProjection
 from deltazoo.mixers.parts.projections import QKVProjection as QKVProjection
+from deltazoo.mixers.parts.projections import ShareKeyValues as ShareKeyValues
 from deltazoo.mixers.parts.rotary import Rotary as Rotary
 from deltazoo.mixers.parts.rotary import Rotation as Rotation
 from deltazoo.mixers.parts.rotary import apply_rotary as apply_rotary

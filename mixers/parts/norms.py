@@ -176,6 +176,22 @@ class UnitNorm(OperandPart):
         return f"{self.norm!r}, which={self.which!r}"
 
 
+class KeyNorm(OperandPart):
+    """q, k <- RMSNorm(q), RMSNorm(k) of each head, with a weight [K] for q and one for k that all heads share.
+
+    Initialisation: weights 1.
+    """
+
+    def __init__(self, shape: HeadShape, eps: float) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = (RMSNorm(shape.key_width, eps) for _ in range(2))
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k)), None
+
+
 class SharedLayerNorm(OperandPart):
     """q, k <- gain * (x - mean(x)) / sqrt(var(x) + eps) + bias, with one gain and bias [K] for q, k and all heads.
 

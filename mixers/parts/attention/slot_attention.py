@@ -4,7 +4,7 @@ B batch, T time, D width, H heads, M slots, K key width, V value width, N sequen
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ from deltazoo.mixers.core.part import (
 from deltazoo.mixers.parts.attention.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
 from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
 
+RouterScore = Literal["sigmoid", "softmax"]
+ROUTER_EPS = 1e-9
 VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
 
 
@@ -49,12 +51,14 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
         self.proj = nn.Linear(shape.width, shape.heads * slots, bias=False)
 
     @abstractmethod
-    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def strengths(
+        self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log a and w, [B, T, H M], and the new state. Args: raw: W x, float32 or float64."""
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = self.proj(x)
-        log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), state, context)
+        log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), inputs, state, context)
         if self.groups > 1:
             log_decay, write = (
                 repeat(y, "b t (h m) -> b t (h g m)", m=self.slots, g=self.groups) for y in (log_decay, write)
@@ -73,12 +77,52 @@ class GatedSlots(SlotKeyPass):
         super().__init__(shape, slots, query_heads)
         self.temperature = temperature
 
-    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def strengths(
+        self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         log_decay = F.logsigmoid(raw) / self.temperature
         return log_decay, -torch.expm1(log_decay), None
 
     def extra_repr(self) -> str:
         return f"slots={self.slots}, temperature={self.temperature:g}"
+
+
+class RoutedSlots(SlotKeyPass):
+    """log a = r g and w = 1 - a, for the log decay g of earlier parts, [B, T, H] or [B, T, H, M].
+
+    r is s / sum(s) for the `active` largest of the scores s = sigmoid(W x) of a head, and 0 for the others. With
+    score="softmax" r is the softmax of W x instead, without a further normalisation.
+
+    Args:
+        active: number of slots that are not 0.
+        noise: in training, add Gumbel noise to W x.
+    Source: goombalab/raven.
+    """
+
+    def __init__(
+        self, shape: HeadShape, slots: int, active: int, score: RouterScore, noise: bool, query_heads: int
+    ) -> None:
+        super().__init__(shape, slots, query_heads)
+        self.active, self.score, self.noise = active, score, noise
+
+    def strengths(
+        self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert inputs.log_decay is not None  # the config has a decay part before this one
+        raw = torch.unflatten(raw, -1, (self.heads, self.slots))
+        if self.noise and self.training:
+            raw = raw - torch.empty_like(raw).exponential_().log()
+        score = raw.sigmoid() if self.score == "sigmoid" else raw.softmax(-1)
+        largest, index = score.topk(self.active, dim=-1)
+        if self.score == "sigmoid":
+            largest = largest / (largest.sum(-1, keepdim=True) + ROUTER_EPS)
+        route = torch.zeros_like(score).scatter(-1, index, largest)
+        log_decay = inputs.log_decay if inputs.log_decay.dim() == 4 else inputs.log_decay[..., None]
+        log_decay = (route * log_decay).flatten(2)
+        return log_decay, -torch.expm1(log_decay), None
+
+    def extra_repr(self) -> str:
+        return f"slots={self.slots}, active={self.active}, score={self.score!r}, noise={self.noise}"
 
 
 class SoftmaxSlots(SlotKeyPass, Stateful):
@@ -95,7 +139,9 @@ class SoftmaxSlots(SlotKeyPass, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return initial_logsumexp(batch, self.heads * self.slots, like)
 
-    def strengths(self, raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def strengths(
+        self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
         z, previous_z, new_state = running_logsumexp(score, state, context)
         return clamp_nonpositive(previous_z - z), (score - z).exp(), new_state
