@@ -81,6 +81,7 @@ from deltazoo.mixers.mesa import Mesa as Mesa
 from deltazoo.mixers.mla import MLA as MLA
 from deltazoo.mixers.mlstm import MLSTM as MLSTM
 from deltazoo.mixers.mom import MoM as MoM
+from deltazoo.mixers.momentum_deltanet import MomentumDeltaNet as MomentumDeltaNet
 from deltazoo.mixers.path_attention import PathAttention as PathAttention
 from deltazoo.mixers.preconditioned_deltanet import PreconditionedDeltaNet as PreconditionedDeltaNet
 from deltazoo.mixers.preconditioned_deltanet import PreconditionedKDA as PreconditionedKDA

@@ -180,6 +180,11 @@ FLA_LAYERS: dict[str, FlaLayer] = {
         lambda c, w: _attention(c, w) | {"use_forget_gate": c.forget_gate, "use_qk_norm": c.qk_norm},
         frozenset({"forget_gate", "qk_norm"}),
     ),
+    "momentum_deltanet": FlaLayer(
+        "MomentumDeltaNet",
+        lambda c, w: _head_sizes(c, w) | {"use_gate": c.gate, "use_output_correction": c.correction},
+        frozenset({"gate", "correction"}),
+    ),
     "preconditioned_deltanet": FlaLayer("PrecondGatedDeltaNet", _head_sizes),
     "preconditioned_kda": FlaLayer("PrecondKDA", _head_sizes),
     "raven": FlaLayer(

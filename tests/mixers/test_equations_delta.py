@@ -56,6 +56,7 @@ from deltazoo.mixers import (
     GatedEFLA,
     GatedLonghorn,
     Longhorn,
+    MomentumDeltaNet,
     PreconditionedDeltaNet,
     PreconditionedKDA,
 )
@@ -251,6 +252,36 @@ def preconditioned(
     return equation
 
 
+def momentum_deltanet(doubled: bool = False) -> Equation:
+    """S <- alpha S - beta M with M <- mu M - eta k (v - alpha S^T k)^T, as in fla's recurrent form and layer."""
+
+    def equation(w: Weights, x: Tensor) -> Tensor:
+        q, k, v = silu_qkv(w, x)
+        if "gates.d_log" in w:
+            q = q - per_value_head(w["gates.d_log"].exp(), 0)[:, None] * k
+        q, k = unit(q), unit(k)
+        raw_a, raw_b, raw_m, raw_e = linear(w, "gates.proj", x).chunk(4, -1)
+        rate, mu_rate, f = (per_value_head(w[f"gates.{name}"].exp(), 0) for name in ("A_log", "A_mu_log", "f_log"))
+        theta = torch.atan(f * (1 + torch.tanh(raw_e / D**0.5)))
+        eta = (1 + torch.tanh(raw_e / D**0.5))[..., None, None]
+        alpha = torch.cos(theta) ** 2 * torch.exp(-rate * torch.log1p(torch.exp(raw_a + w["gates.alpha_bias"])))
+        beta = (1 + doubled) * torch.sin(theta) ** 2 * torch.sigmoid(raw_b)
+        mu = torch.exp((-mu_rate * torch.log1p(torch.exp(raw_m + w["gates.mu_bias"]))).clamp(min=-2))
+        alpha, beta, mu = (y[..., None, None] for y in (alpha, beta, mu))
+        S, M, outputs = zero_state(x), zero_state(x), []
+        for t in range(T):
+            M = mu[:, t] * M - eta[:, t] * outer(k[:, t], v[:, t] - read(alpha[:, t] * S, k[:, t]))
+            S = alpha[:, t] * S - beta[:, t] * M
+            outputs.append(K**-0.5 * read(S, q[:, t]))
+        o = torch.stack(outputs, 1)
+        o = w["norm.weight"] * o / (o.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+        if "gate.proj.weight" in w:
+            o = o * F.silu(linear(w, "gate.proj", x)).view(o.shape)
+        return out(w, o)
+
+    return equation
+
+
 def rwkv7(w: Weights, x: Tensor) -> Tensor:
     d = token_shift(x) - x
     x_r, x_w, x_k, x_v, x_a, x_g = (x + d * w["project.mix"][i] for i in range(6))
@@ -317,6 +348,11 @@ CASES: dict[str, Case] = {
     "preconditioned_kda, other heads, bounded decay": (
         PreconditionedKDA(**HEADS, preconditioner_per="key", beta_per="value", decay_bound=-5.0),
         preconditioned(torch.sigmoid, decay=bounded_decay),
+    ),
+    "momentum_deltanet": (MomentumDeltaNet(**HEADS), momentum_deltanet()),
+    "momentum_deltanet, doubled beta, no correction, no gate": (
+        MomentumDeltaNet(**HEADS, double_beta=True, correction=False, gate=False),
+        momentum_deltanet(doubled=True),
     ),
     "rwkv7": (RWKV7(**HEADS, ranks=(3, 0, 3, 2, 4)), rwkv7),
 }

@@ -30,6 +30,7 @@ from deltazoo.mixers import (
     Mamba2,
     Mamba3,
     Mesa,
+    MomentumDeltaNet,
     PreconditionedDeltaNet,
     PreconditionedKDA,
 )
@@ -95,6 +96,16 @@ def test_preconditioner_starts_from_the_values_of_its_code(config: MixerConfig, 
         dt = torch.nn.functional.softplus(parameter(mixer, f"operands.{part}.dt_bias"))
         assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
     torch.testing.assert_close(parameter(mixer, "operands.preconditioner.center"), torch.full((512,), -0.2))
+
+
+def test_initial_values_of_momentum_deltanet_are_those_of_its_layer() -> None:
+    """fla's layers/momentum_deltanet.py."""
+    mixer = build(MomentumDeltaNet(heads=512))
+    for name, high in (("A_log", 16), ("A_mu_log", 16), ("f_log", 4), ("d_log", 1)):
+        assert_uniform(parameter(mixer, f"gates.{name}").exp(), 0, high)
+    for name in ("alpha_bias", "mu_bias"):
+        dt = torch.nn.functional.softplus(parameter(mixer, f"gates.{name}"))
+        assert_uniform(dt.log(), math.log(1e-3), math.log(1e-1))
 
 
 def test_mamba_starts_from_s4d_real_and_rounds_the_step_rank_up() -> None:
