@@ -12,7 +12,7 @@ from deltazoo.mixers.parts.feature_maps import Elementwise, feature_maps
 from deltazoo.mixers.parts.gates.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.projections import QKVProjection, Streams
 
 
 class GLA(SharedKeysConfig):
@@ -38,7 +38,8 @@ class GLA(SharedKeysConfig):
         return self.head_shape(width, key_share=0.5)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        keys, silu = self.key_value_shape(shape), "qkv" if self.conv_width else ""
+        keys = self.key_value_shape(shape)
+        silu: Streams = "qkv" if self.conv_width else ""
         projection = QKVProjection(keys, self.conv_width, silu=silu, query_heads=shape.heads)
         decay = SigmoidDecay(keys, "channel", self.gate_rank, self.temperature)
         operands = {**feature_maps(self.feature, shape), "decay": decay, **self.sharing(shape)}

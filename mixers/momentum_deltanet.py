@@ -85,6 +85,9 @@ class MomentumDeltaNetMixer(FilterMixer):
             if isinstance(module, HasBackend):
                 module.rebind(backend, activation_like(self.out, self))
 
+    def split_refusal(self) -> str:
+        return "couples two states: a piece has a map of 2 K x 2 K, which ranks do not exchange"
+
     def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
         _, _, HV, K, V, _ = self.shape
         history = self.project.init_state(batch, like)

@@ -12,7 +12,7 @@ from deltazoo.mixers.parts.feature_maps import Feature, LearnedFeature, feature_
 from deltazoo.mixers.parts.gates.decays import SigmoidDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
-from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.projections import QKVProjection, Streams
 
 
 class SimpleGLA(SharedKeysConfig):
@@ -34,7 +34,8 @@ class SimpleGLA(SharedKeysConfig):
         return UpdateSpec(decay="head", transition="additive", scale=self.scale)
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
-        keys, silu = self.key_value_shape(shape), "qkv" if self.conv_width else ""
+        keys = self.key_value_shape(shape)
+        silu: Streams = "qkv" if self.conv_width else ""
         projection = QKVProjection(keys, self.conv_width, silu=silu, query_heads=shape.heads)
         decay = SigmoidDecay(shape, "head", None, self.temperature)
         operands = {**feature_maps(self.feature, shape), **self.sharing(shape), "decay": decay}

@@ -43,6 +43,7 @@ _PARTS = {
     "normaliser": ["Normalise", "NormaliserColumn"],
     "norms": ["HeadNorm", "KeyNorm", "RMSNorm", "SharedLayerNorm", "UnitNorm", "rms_norm", "unit_norm"],
     "gates.output_gates": ["OutputGate", "OutputSilu", "PrecomputedGate"],
+    "memory.momentum": ["MomentumInputs", "momentum_delta_rule"],
     "memory.preconditioner": ["Preconditioner"],
     "projections": ["ChannelProjection", "QKVProjection", "ShareKeyValues"],
     "gates.rg_lru": ["RGLRUGate"],

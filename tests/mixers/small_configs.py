@@ -39,7 +39,7 @@ OURS = [
 # Built from parts that other mixers cover too, so that `make test` neither traces them nor mixes their memories.
 SAME_PARTS = (
     "based", "deltaproduct", "efla", "gated_deltaproduct", "gated_efla", "gated_longhorn", "gated_retnet", "gla",
-    "hgrn", "hgrn2", "lightning_attention", "log_linear_mamba2", "longhorn", "longhorn_diagonal",
+    "gsa", "hgrn", "hgrn2", "lightning_attention", "log_linear_mamba2", "longhorn", "longhorn_diagonal",
     "preconditioned_kda", "simple_gla",
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from fsdp_rank import expected_gradients, run_fsdp_rank
 from ranks import Case, errors_of, random_case, worst_errors
-from small_configs import WIDTH, ZOO
+from small_configs import WIDTH, ZOO, small
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deltazoo.backends.compile import CompileBackend
@@ -21,14 +21,20 @@ from deltazoo.mixers.core.mixer import Context
 
 EXACT = 1e-10
 REFUSED = (
-    "hyena", "log_linear_gdn", "log_linear_mamba2", "mom", "mom of rwkv4, one active", "path_attention",
-    "path_attention, forget gate, grouped heads", "titans", "titans, a matrix", "ttt_linear",
+    "hyena", "log_linear_gdn", "log_linear_mamba2", "mom", "mom of rwkv4, one active", "momentum_deltanet",
+    "path_attention", "path_attention, forget gate, grouped heads", "titans", "titans, a matrix", "ttt_linear",
 )  # fmt: skip
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
 # with states, the halo of a window, keys and values, latent vectors, sums of log gates.
 KINDS = (
     "gated_deltanet", "retnet", "mamba", "rwkv4", "abc", "mamba3", "mesa", "sliding_window", "attention", "mla", "fox",
 )  # fmt: skip
+# Options with a further state, or that shorten the exchange.
+OPTIONS = {
+    "hgrn2, convolution": small("hgrn2", conv_width=3),
+    "gsa, shared keys": small("gsa", heads=4, value_heads=None, key_value_heads=2, conv_width=3),
+    "mla, window": small("mla", window=4, gate="head", bias=True),
+}
 CASES = [Case("rows", 3, 7), Case("zigzag, states", 2, 9, "zigzag", state=True)]
 
 
@@ -42,10 +48,10 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", [*KINDS, *REFUSED])
+@pytest.mark.parametrize("name", [*KINDS, *OPTIONS, *REFUSED])
 def test_two_pieces_equal_the_whole(name: str, mesh: DeviceMesh) -> None:
     case = Case("two pieces", 1, 17, "zigzag", (0, 2, 2, 13, 17), (8, 9), state=True, segments=4)
-    errors = errors_of(ZOO[name], WIDTH, case, ContextParallel(mesh, "zigzag", gather=True))
+    errors = errors_of((ZOO | OPTIONS)[name], WIDTH, case, ContextParallel(mesh, "zigzag", gather=True))
     assert max(errors.values()) < EXACT, errors
 
 

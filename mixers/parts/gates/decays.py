@@ -5,7 +5,7 @@ B batch, T time, D width, HV value heads, K key width, V value width
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +125,8 @@ class SigmoidDecay(OperandPart, Stateful):
     Initialisation: torch's for a linear map.
     Source: GLA 2312.06635 (channel, rank 16, temperature 16); HGRN 2311.04823, HGRN-2 2404.07904 (floor).
     """
+
+    splits: ClassVar[bool] = True
 
     def __init__(
         self,
