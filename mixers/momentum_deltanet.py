@@ -13,7 +13,7 @@ from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.part import HasBackend, HeadShape
+from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
@@ -78,8 +78,9 @@ class MomentumDeltaNetMixer(FilterMixer):
         self.shape = config.shape(width).validated()
         self.project = QKVProjection(self.shape, config.conv_width, silu="qkv")
         self.gates = MomentumGates(self.shape, config)
-        self.norm = HeadNorm(self.shape, config.norm_eps)
-        self.gate = OutputGate(self.shape) if config.gate else None
+        self.outputs = nn.ModuleDict({"norm": HeadNorm(self.shape, config.norm_eps)})
+        if config.gate:
+            self.outputs["gate"] = OutputGate(self.shape)
         self.out = nn.Linear(self.shape.value_heads * self.shape.value_width, width, bias=False)
         for module in self.modules():
             if isinstance(module, HasBackend):
@@ -102,8 +103,9 @@ class MomentumDeltaNetMixer(FilterMixer):
         if state is not None:
             new |= {name: write_back(old[name], tensor) for name, tensor in zip("SN", states, strict=True)}
             new |= {} if history is None else {"project": history}
-        o = self.norm.transform(o.to(projected.v.dtype), x)
-        o = o if self.gate is None else self.gate.transform(o, x)
+        arguments, o = OutputArguments(x, projected, projected), o.to(projected.v.dtype)
+        for part in self.outputs.values():
+            o, _ = call_part(part, o, arguments, None, context)
         return self.out(o.flatten(2))
 
 

@@ -20,6 +20,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     **{
         name: {"key_value_heads": None} for name in ("based", "gla", "gsa", "linear_attention", "rebased", "simple_gla")
     },
+    # With four value heads the gradients of the decay rates nearly cancel for the seed of test_precision.py.
+    "preconditioned_kda": {"value_heads": 6},
     "raven": {"active": 2, "key_value_heads": None},
     "rwkv7": {"ranks": (3, 0, 3, 2, 4)},
     "mom": {"memory": {"mixer": "deltanet", "heads": 2, "key_width": 4}, "memories": 3, "balance": 0, "z": 0},

@@ -273,11 +273,8 @@ def momentum_deltanet(doubled: bool = False) -> Equation:
             M = mu[:, t] * M - eta[:, t] * outer(k[:, t], v[:, t] - read(alpha[:, t] * S, k[:, t]))
             S = alpha[:, t] * S - beta[:, t] * M
             outputs.append(K**-0.5 * read(S, q[:, t]))
-        o = torch.stack(outputs, 1)
-        o = w["norm.weight"] * o / (o.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-        if "gate.proj.weight" in w:
-            o = o * F.silu(linear(w, "gate.proj", x)).view(o.shape)
-        return out(w, o)
+        o = rms_norm(w, torch.stack(outputs, 1))
+        return out(w, gate(w, x, o) if "outputs.gate.proj.weight" in w else o)
 
     return equation
 
