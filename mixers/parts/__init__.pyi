@@ -52,6 +52,7 @@ from deltazoo.mixers.parts.low_rank import Ranks as Ranks
 from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve as ConjugateGradientSolve
 from deltazoo.mixers.parts.memory.feedback import Feedback as Feedback
 from deltazoo.mixers.parts.memory.log_linear import LogLinearUpdate as LogLinearUpdate
+from deltazoo.mixers.parts.memory.momentum import MomentumInputs as MomentumInputs
 from deltazoo.mixers.parts.memory.momentum import momentum_delta_rule as momentum_delta_rule
 from deltazoo.mixers.parts.memory.preconditioner import Preconditioner as Preconditioner
 from deltazoo.mixers.parts.memory.token_scan import TokenScan as TokenScan
