@@ -97,7 +97,14 @@ def _attention(config: Any, width: int) -> dict[str, Any]:
     return {"num_heads": heads, "num_kv_heads": kv_heads}
 
 
+def _shared_keys(config: Any, width: int) -> dict[str, Any]:
+    shared = {"num_kv_heads": config.key_value_heads} if config.key_value_heads else {}
+    convolution = {"use_short_conv": True, "conv_size": config.conv_width} if config.conv_width else {}
+    return _expansions(config, width) | shared | convolution
+
+
 _DELTA_FIELDS = frozenset({"conv_width", "negative_eigenvalues"})
+_SHARED_KEYS_FIELDS = frozenset({"key_value_heads", "conv_width"})
 
 # Options of these layers that differ from the mixer's defaults and from FLA's own are set to the mixer's.
 FLA_LAYERS: dict[str, FlaLayer] = {
@@ -111,7 +118,9 @@ FLA_LAYERS: dict[str, FlaLayer] = {
         frozenset({"gate", "qk_norm"}),
     ),
     "gated_deltanet": FlaLayer(
-        "GatedDeltaNet", lambda c, w: _delta(c, w) | {"use_gate": c.gate}, _DELTA_FIELDS | {"gate"}
+        "GatedDeltaNet",
+        lambda c, w: _delta(c, w) | {"use_gate": c.gate, "conv_bias": c.conv_bias},
+        _DELTA_FIELDS | {"gate", "conv_bias"},
     ),
     "gated_deltanet2": FlaLayer("GatedDeltaNet2", _delta, _DELTA_FIELDS),
     "gated_deltaproduct": FlaLayer(
@@ -124,14 +133,20 @@ FLA_LAYERS: dict[str, FlaLayer] = {
     ),
     "gla": FlaLayer(
         "GatedLinearAttention",
-        lambda c, w: _expansions(c, w) | {"gate_low_rank_dim": c.gate_rank},
-        frozenset({"gate_rank"}),
+        lambda c, w: _shared_keys(c, w) | {"gate_low_rank_dim": c.gate_rank},
+        _SHARED_KEYS_FIELDS | {"gate_rank"},
     ),
     "gsa": FlaLayer(
-        "GatedSlotAttention", lambda c, w: _expansions(c, w) | {"num_slots": c.slots}, frozenset({"slots"})
+        "GatedSlotAttention",
+        lambda c, w: _shared_keys(c, w) | {"num_slots": c.slots},
+        _SHARED_KEYS_FIELDS | {"slots"},
     ),
     "hgrn2": FlaLayer("HGRN2Attention", lambda c, w: {"num_heads": c.shape(w).heads, "expand_ratio": None}),
-    "kda": FlaLayer("KimiDeltaAttention", _delta, _DELTA_FIELDS),
+    "kda": FlaLayer(
+        "KimiDeltaAttention",
+        lambda c, w: _delta(c, w) | {"conv_bias": c.conv_bias},
+        _DELTA_FIELDS | {"conv_bias", "gate_bias"},
+    ),
     "linear_attention": FlaLayer(
         "LinearAttention", lambda c, w: _expansions(c, w) | {"feature_map": "elu", "output_norm": "identity"}
     ),

@@ -21,6 +21,13 @@ def test_sizes_are_taken_over():
     assert arguments == {"num_heads": 8, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 4}
 
 
+def test_shared_keys_and_the_convolution_are_taken_over():
+    config = GLA(heads=8, key_width=32, value_width=64, key_value_heads=2, conv_width=3)
+    arguments = FLA_LAYERS["gla"].arguments(config, 256)
+    assert arguments["num_kv_heads"] == 2
+    assert arguments["use_short_conv"] is True and arguments["conv_size"] == 3
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
