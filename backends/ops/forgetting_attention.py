@@ -1,0 +1,68 @@
+"""Softmax attention with a forget gate per head, by flash kernels on a GPU: one graph node forward, one backward.
+
+    o_t = sum over s <= t of softmax_s(scale q_t . k_s + log f_(s+1) + ... + log f_t) v_s
+
+B batch, T time, H query heads, G key-value heads, E head width, N packed sequences
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
+from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.triton.attention import op as kernels
+from deltazoo.backends.triton.limits import runs_elementwise_kernels
+
+MAX_WIDTH = 256
+
+
+def is_supported(q: Tensor) -> bool:
+    """Whether the kernels run on the device of queries q [B, T, H, E], with their dtype and width."""
+    if not torch.compiler.is_compiling() and functorch_is_active():
+        return False
+    has_size = q.shape[-1] <= MAX_WIDTH and q.shape[0] > 0 and q.shape[1] > 0
+    return has_size and runs_elementwise_kernels(q.device.type, q.device.index, q.dtype)
+
+
+def forgetting_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, scale: float, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Attend causally among the tokens of the call; differentiable once.
+
+    Args:
+        q: [B, T, H, E], for which `is_supported` holds; k, v: [B, T, G, E] in the same dtype.
+        log_f: [B, T, H] float32, natural logarithms of the gates, at most 0.
+        cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1. The tokens after the last one are a further
+            sequence.
+    Returns: [B, T, H, E].
+    """
+    o: Tensor = _ForgettingAttention.apply(q, k, v, log_f, cu_seqlens, scale)[0]
+    return o
+
+
+@cache_forward_signature
+class _ForgettingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.forgetting_attention(q, k, v, log_f, cu_seqlens, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, log_f, cu_seqlens, ctx.scale = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(q, k, v, log_f, *output, cu_seqlens)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, d_o: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, log_f, o, sums, lse, cu_seqlens = ctx.saved_tensors
+        grads = kernels.forgetting_attention_backward(q, k, v, log_f, o, sums, lse, d_o, cu_seqlens, ctx.scale)
+        return (*grads, None, None)
+
+
+differentiate_exported("triton_forgetting_attention", _ForgettingAttention.apply)

@@ -1,0 +1,54 @@
+"""Sums of the log forget gates over each sequence, and the gradients of the gates from those of the sums.
+
+B batch, T time, N sequences, H heads, R = B T rows
+"""
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
+from deltazoo.backends.triton.device.layout import sequence_bounds
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def gate_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """Write g_t = log2 f_1 + ... + log2 f_t of each sequence as two float32 terms, summed in float64.
+
+    Grid: N x H. Reads log_f [B, T, H]. Writes sums [2, H, R].
+    """
+    n = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    log_f += start * H + h
+    sums += tl.cast(h, tl.int64) * R + start
+    low = tl.cast(H, tl.int64) * R
+    before = tl.full([], 0.0, tl.float64)
+    for first in range(0, length, ROWS):
+        t = first + tl.arange(0, ROWS)
+        x = tl.load(log_f + t.to(tl.int64) * H, mask=t < length, other=0.0).to(tl.float64)
+        total = before + tl.cumsum(x, 0)
+        before += tl.sum(x, 0)
+        scaled = total * LOG2E
+        high = scaled.to(tl.float32)
+        tl.store(sums + t, high, mask=t < length)
+        tl.store(sums + low + t, (scaled - high.to(tl.float64)).to(tl.float32), mask=t < length)
+
+
+@triton.jit(do_not_specialize=["T", "R"])
+def gate_gradients_kernel(d_sums, d_log_f, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
+    """Write d log f_t, the sum over r >= t in the sequence of the gradients of log f_1 + ... + log f_r.
+
+    Grid: N x H. Reads d_sums [H, R] float32. Writes d_log_f [B, T, H].
+    """
+    n = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    d_log_f += start * H + h
+    d_sums += tl.cast(h, tl.int64) * R + start
+    after = tl.full([], 0.0, tl.float64)
+    for done in range(0, length, ROWS):
+        t = length - 1 - done - tl.arange(0, ROWS)
+        x = tl.load(d_sums + t, mask=t >= 0, other=0.0).to(tl.float64)
+        total = after + tl.cumsum(x, 0)
+        after += tl.sum(x, 0)
+        tl.store(d_log_f + t.to(tl.int64) * H, total, mask=t >= 0)
