@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.forgetting_attention import forgetting_attention, is_supported
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
@@ -17,7 +18,6 @@ from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.families.token_cache import TokenCacheMixer
-from deltazoo.mixers.parts.attention.flex_attention import flex_attend, flex_problems
 from deltazoo.mixers.parts.attention.softmax_attention import attend
 from deltazoo.mixers.parts.attention.split_attention import attend_split
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -67,7 +67,7 @@ class FoX(AttentionHeadsConfig, FilterConfig):
 class FoXMixer(TokenCacheMixer):
     """Module of `FoX`.
 
-    Calls without a state on CUDA run by FlexAttention (`mixers.parts.attention.flex_attention`), all others by SDPA.
+    Calls without a state on a GPU run by flash kernels (`backends.ops.forgetting_attention`), all others by SDPA.
     Initialisation: linear maps as in torch, bias of the forget gate 0, norms 1.
     State: "k" [B, S, G, E + X], with the channels of `gate_channels`; "v" [B, S, G, E]; "log_forget" [B, H], the sum
     over the sequence so far; "seen" [B]; with kv_shift the last k and v before the shift, "shift" [B, 1, 2 G E].
@@ -114,12 +114,15 @@ class FoXMixer(TokenCacheMixer):
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         if state is not None:
             self.check_cache(state, x, context)
-        q, k, v, sums = self._operands(x, state, new, context)
+        q, k, v = self._operands(x, state, new, context)
+        log_f = self.forget(x, context)
         with without_autocast(q):
-            if state is None and context.parallel is None and not flex_problems(q):
-                o = flex_attend(q, k, v, sums, self.scale, context.cu_seqlens)
+            if state is None and context.parallel is None and is_supported(q):
+                o = forgetting_attention(q, k, v, log_f, self.scale, context.cu_seqlens)
             else:
-                o = self._attend_with_channels(q, k, v, sums, state, new, context)
+                o = self._attend_with_channels(
+                    q, k, v, self._sum_gates(log_f, state, new, context), state, new, context
+                )
         o = o.to(x.dtype)
         o = _normalize(self.o_norm, o, x, context)
         if self.to_gate is not None:
@@ -148,8 +151,8 @@ class FoXMixer(TokenCacheMixer):
 
     def _operands(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, v and the sums of the log gates [B, T, H]. Write the states of the gates and the shift."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v. Write the state of the shift."""
         q = torch.unflatten(self.to_q(x), -1, (self.heads, self.head_width))
         k, v = self._keys_and_values(x, state, new, context)
         q, k = _normalize(self.q_norm, q, x, context), _normalize(self.k_norm, k, x, context)
@@ -157,10 +160,16 @@ class FoXMixer(TokenCacheMixer):
             position_BT = positions(x, None if state is None else state["seen"], context)
             rotation = rotation_at(position_BT, self.head_width // 2, self.theta, state_dtype(x.dtype))
             q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
-        sums, after = accumulate(self.forget(x, context), None if state is None else state["log_forget"], context)
+        return q, k, v
+
+    def _sum_gates(
+        self, log_f: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        """Return the sums of the log gates [B, T, H]. Write their state."""
+        sums, after = accumulate(log_f, None if state is None else state["log_forget"], context)
         if state is not None and after is not None:
             new["log_forget"] = write_back(state["log_forget"], after)
-        return q, k, v, sums
+        return sums
 
     def _keys_and_values(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

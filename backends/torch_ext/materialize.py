@@ -11,9 +11,8 @@ from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operat
 def materialize(x: Tensor) -> Tensor:
     """Return a contiguous copy of x that Inductor neither inlines into its readers nor lays out differently.
 
-    FlexAttention of torch 2.11 inlines the computation of a tensor that `score_mod` reads. If that computation reads a
-    buffer whose layout Inductor has not fixed yet, such as a sum over 4,096 tokens, compilation ends with "convert
-    FlexibleLayout to FixedLayout first".
+    Inductor of torch 2.11 loads the bias of a linear map in a sum over tokens that reads it, which fails on CUDA
+    (`mixers.parts.gates.exponential_gating`).
     """
     return _Materialize.apply(x)
 

@@ -43,6 +43,5 @@ def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> Ch
     if operator.namespace == "deltazoo":
         is_saved = packet.__name__ not in _RECOMPUTED
     else:
-        is_attention = operator.namespace == "torch_attn" or packet is torch.ops.higher_order.flex_attention
-        is_saved = is_attention or packet in _PRODUCTS_AND_ATTENTION
+        is_saved = operator.namespace == "torch_attn" or packet in _PRODUCTS_AND_ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,5 +1,7 @@
 """Flash attention with forget gates against float64: in Triton's interpreter, or on a GPU."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, bounds: list[int] | No
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     ends = [0, T] if bounds is None else [*bounds, T]
     pieces = []
-    for first, last in zip(ends, ends[1:], strict=False):
+    for first, last in itertools.pairwise(ends):
         q_n, k_n, v_n, g = (x[:, first:last].transpose(1, 2) for x in (q, k, v, log_f.cumsum(1)))
         scores = SCALE * q_n @ k_n.mT + g[..., :, None] - g[..., None, :]
         future = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu(1)
@@ -59,9 +61,7 @@ def assert_equals_definition(leaves: list[Tensor], bounds: list[int] | None = No
     of_o, of_operands, of_gates = TOLERANCES[leaves[0].dtype]
     tolerances = (of_o, of_operands, of_operands, of_operands, of_gates)
     names = ("o", "dq", "dk", "dv", "d_log_f")
-    for name, actual, reference, limit in zip(
-        names, (o, *gradients), (expected, *references), tolerances, strict=True
-    ):
+    for name, actual, reference, limit in zip(names, (o, *gradients), (expected, *references), tolerances, strict=True):
         assert error(actual.detach(), reference.detach()) <= limit, name
 
 

@@ -370,10 +370,11 @@ def test_decoding_is_one_graph(hybrid, tokens):
 def test_selective_checkpointing_saves_the_results_of_attention_and_recomputes_norms():
     from torch.nn.attention import varlen  # noqa: F401  registers its operator
 
+    import deltazoo.backends.ops.forgetting_attention
     import deltazoo.backends.ops.rms_norm  # noqa: F401
 
     saved, recomputed = _policy(None, torch.ops.aten.mm.default), _policy(None, torch.ops.aten.mul.Tensor)
     assert saved != recomputed
-    for operator in (torch.ops.higher_order.flex_attention, torch.ops.torch_attn._varlen_attn.default):
+    for operator in (torch.ops.deltazoo.triton_forgetting_attention.default, torch.ops.torch_attn._varlen_attn.default):
         assert _policy(None, operator) == saved
     assert _policy(None, torch.ops.deltazoo.triton_rms_norm.default) == recomputed

@@ -1,1 +1,4 @@
-"""Flash kernels of softmax attention with forget gates (FoX) and with Householder matrices (PaTH)."""
+"""Softmax attention with gates or data-dependent positions: operators and launches of flash kernels.
+
+Attention that needs neither is torch's. Kernels are in `kernels`, one phase per file.
+"""

@@ -5,9 +5,10 @@ With p = 2^(x - lse) and dp_ts = do_t . v_s
     ds = p (dp - delta),    delta_t = sum_s p_ts dp_ts
     dq = scale ds k,    dk = scale ds^T q,    dv = p^T do,    dg_s = -sum_t ds_ts
 
-A row of ds adds up to zero, so the sum up to the query has no gradient of its own. The gradient of log f_r is the sum of
+A row of ds adds up to zero, so that only the sums up to the keys have gradients. The gradient of log f_r is the sum of
 dg_s over s >= r, in which nearly everything cancels. It is accurate only if delta is the sum of the p dp that the
-gradients use: delta from o, whose rounding is that of bfloat16, is corrected by the sum of each row of ds.
+gradients use. delta computed from o has the rounding of bfloat16; the kernel for the queries adds the sum of the row of
+ds that results from it.
 
 tiles.py defines the scores x and the sizes.
 """
@@ -53,6 +54,7 @@ def query_gradients_kernel(
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
+    BLOCK: tl.constexpr = traits.BLOCK
     h = tl.program_id(0) // slots
     slot = slots - 1 - tl.program_id(0) % slots
     start, length, first = locate_chunk(slot, cu, N, T, BM, traits.PACKED)
@@ -62,11 +64,11 @@ def query_gradients_kernel(
         v = head_rows(v, start, v_stride, h // (traits.H // traits.G), traits)
         at_head = tl.cast(h, tl.int64) * R + start
         sums += at_head
-        low = tl.cast(traits.H, tl.int64) * R
+        low = traits.H * tl.cast(R, tl.int64)
         reference = tl.load(sums + first)
         q_tile = load_rows(q, first, length, q_stride, BM, True, traits)
         row_m = tl.arange(0, BM)
-        e = tl.arange(0, traits.BLOCK)[None, :]
+        e = tl.arange(0, BLOCK)[None, :]
         at = ((start + first) * traits.H + h) * traits.E + row_m[:, None] * (traits.H * traits.E) + e
         in_rows = row_m < length - first
         in_tile = in_rows[:, None] & (e < traits.E)
@@ -77,7 +79,7 @@ def query_gradients_kernel(
         low_g = tl.load(sums + low + first + row_m, mask=in_rows, other=0.0)
         row_low = low_g - tl.load(lse + at_head + first + row_m, mask=in_rows, other=0.0)
         row = (high_g - reference) + row_low
-        dq_tile = tl.zeros([BM, traits.BLOCK], tl.float32)
+        dq_tile = tl.zeros([BM, BLOCK], tl.float32)
         sum_ds = tl.zeros([BM], tl.float32)
         full = first // BN * BN
         for n in range(0, full, BN):
@@ -132,20 +134,21 @@ def key_gradients_kernel(
 
     Grid: G x slots, tiles of BN keys; those with most queries first.
 
-    Reads q, do [B, T, H, E], k and v [B, T, G, E], sums [2, H, R], and rows [2, H, R] of `query_gradients_kernel`; do is
-    contiguous. Writes dk, dv [B, T, G, E], d_sums [H, R].
+    Reads q, do [B, T, H, E], k and v [B, T, G, E], sums and rows [2, H, R]; do is contiguous, rows are those of
+    `query_gradients_kernel`. Writes dk, dv [B, T, G, E], d_sums [H, R].
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
+    BLOCK: tl.constexpr = traits.BLOCK
     GROUP: tl.constexpr = traits.H // traits.G
     head = tl.program_id(0) // slots
     start, length, first = locate_chunk(tl.program_id(0) % slots, cu, N, T, BN, traits.PACKED)
     if first < length:
         k_tile = load_rows(head_rows(k, start, k_stride, head, traits), first, length, k_stride, BN, True, traits)
         v_tile = load_rows(head_rows(v, start, v_stride, head, traits), first, length, v_stride, BN, True, traits)
-        low = tl.cast(traits.H, tl.int64) * R
-        dk_tile = tl.zeros([BN, traits.BLOCK], tl.float32)
-        dv_tile = tl.zeros([BN, traits.BLOCK], tl.float32)
+        low = traits.H * tl.cast(R, tl.int64)
+        dk_tile = tl.zeros([BN, BLOCK], tl.float32)
+        dv_tile = tl.zeros([BN, BLOCK], tl.float32)
         row_n = tl.arange(0, BN)
         in_rows = row_n < length - first
         begin = first // BM * BM
@@ -169,7 +172,7 @@ def key_gradients_kernel(
                     reference, first, t, length, q_stride, low, False, traits,
                 )  # fmt: skip
             tl.store(d_sums + at_head + first + row_n, -sum_ds, mask=in_rows)
-        e = tl.arange(0, traits.BLOCK)[None, :]
+        e = tl.arange(0, BLOCK)[None, :]
         at = ((start + first) * traits.G + head) * traits.E + row_n[:, None] * (traits.G * traits.E) + e
         in_tile = in_rows[:, None] & (e < traits.E)
         tl.store(dk + at, dk_tile * traits.SCALE, mask=in_tile)

@@ -50,11 +50,12 @@ def attention_kernel(
 
     Grid: H x slots, tiles of BM queries; those with most keys first, and the heads that share keys side by side.
 
-    Reads q [B, T, H, E], k and v [B, T, G, E], sums [2, H, R]. Writes o [B, T, H, E], lse [H, R]: log2 of the sum over s
-    of 2^x_ts.
+    Reads q [B, T, H, E], k and v [B, T, G, E], sums [2, H, R]. Writes o [B, T, H, E] and lse [H, R], log2 of the sum
+    over s of 2^x_ts.
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
+    BLOCK: tl.constexpr = traits.BLOCK
     h = tl.program_id(0) // slots
     slot = slots - 1 - tl.program_id(0) % slots
     start, length, first = locate_chunk(slot, cu, N, T, BM, traits.PACKED)
@@ -63,13 +64,13 @@ def attention_kernel(
         k = head_rows(k, start, k_stride, h // (traits.H // traits.G), traits)
         v = head_rows(v, start, v_stride, h // (traits.H // traits.G), traits)
         sums += tl.cast(h, tl.int64) * R + start
-        low = tl.cast(traits.H, tl.int64) * R
+        low = traits.H * tl.cast(R, tl.int64)
         reference = tl.load(sums + first)
         q_tile = load_rows(q, first, length, q_stride, BM, True, traits)
         row = load_sums(sums, first, length, reference, low, BM, True)
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
-        o_tile = tl.zeros([BM, traits.BLOCK], tl.float32)
+        o_tile = tl.zeros([BM, BLOCK], tl.float32)
         full = first // BN * BN  # keys of whole tiles that all queries see
         for n in range(0, full, BN):
             o_tile, m, l = attend_tile(
@@ -83,7 +84,7 @@ def attention_kernel(
                 traits,
             )  # fmt: skip
         at_row = tl.arange(0, BM)
-        e = tl.arange(0, traits.BLOCK)[None, :]
+        e = tl.arange(0, BLOCK)[None, :]
         at = ((start + first) * traits.H + h) * traits.E + at_row[:, None] * (traits.H * traits.E) + e
         in_rows = at_row < length - first
         tl.store(o + at, o_tile * (1.0 / l)[:, None], mask=in_rows[:, None] & (e < traits.E))

@@ -21,7 +21,7 @@ def gate_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr,
     start, length = sequence_bounds(n, cu, T, PACKED)
     log_f += start * H + h
     sums += tl.cast(h, tl.int64) * R + start
-    low = tl.cast(H, tl.int64) * R
+    low = H * tl.cast(R, tl.int64)
     before = tl.full([], 0.0, tl.float64)
     for first in range(0, length, ROWS):
         t = first + tl.arange(0, ROWS)

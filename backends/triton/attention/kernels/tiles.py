@@ -44,7 +44,7 @@ class AttentionTraits(NamedTuple):
 @triton.jit
 def head_rows(x, start, stride, head, traits: tl.constexpr):
     """Return the pointer to the first token of a sequence in one head. stride: from token to token / UNIT."""
-    return x + start * (tl.cast(stride, tl.int64) * traits.UNIT) + head * traits.E
+    return x + start * (stride * traits.UNIT) + head * traits.E
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def load_rows(x, first, length, stride, ROWS: tl.constexpr, MASKED: tl.constexpr
     """Load rows first, ..., first + ROWS - 1 of a head, [ROWS, BLOCK]. MASKED: zeros from row `length` on."""
     row = tl.arange(0, ROWS)[:, None]
     e = tl.arange(0, traits.BLOCK)[None, :]
-    tile = x + tl.cast(first, tl.int64) * (tl.cast(stride, tl.int64) * traits.UNIT)
+    tile = x + tl.cast(first, tl.int64) * (stride * traits.UNIT)
     at = tile + row * (stride * traits.UNIT) + e
     if traits.BLOCK == traits.E:
         if MASKED:
