@@ -9,11 +9,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.ops.forgetting_attention import forgetting_attention, is_supported
+from deltazoo.backends.ops.forgetting_attention import (
+    attention_with_cache,
+    decode_attention,
+    forgetting_attention,
+    is_supported,
+)
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
-from deltazoo.mixers.core.sequences import positions
+from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
@@ -21,7 +26,14 @@ from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.attention.softmax_attention import attend
 from deltazoo.mixers.parts.attention.split_attention import attend_split
 from deltazoo.mixers.parts.convolution import TokenShift
-from deltazoo.mixers.parts.gates.forget_gates import ForgetGate, accumulate, gate_channels, in_gate_dtype, with_gates
+from deltazoo.mixers.parts.gates.forget_gates import (
+    ForgetGate,
+    accumulate,
+    gate_channels,
+    gate_sums,
+    in_gate_dtype,
+    with_gates,
+)
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -67,7 +79,8 @@ class FoX(AttentionHeadsConfig, FilterConfig):
 class FoXMixer(TokenCacheMixer):
     """Module of `FoX`.
 
-    Calls without a state on a GPU run by flash kernels (`backends.ops.forgetting_attention`), all others by SDPA.
+    On a GPU flash kernels compute calls without a state or without gradients (`backends.ops.forgetting_attention`).
+    SDPA computes all others.
     Initialisation: linear maps as in torch, bias of the forget gate 0, norms 1.
     State: "k" [B, S, G, E + X], with the channels of `gate_channels`; "v" [B, S, G, E]; "log_forget" [B, H], the sum
     over the sequence so far; "seen" [B]; with kv_shift the last k and v before the shift, "shift" [B, 1, 2 G E].
@@ -140,14 +153,23 @@ class FoXMixer(TokenCacheMixer):
         new: dict[str, Tensor],
         context: Context,
     ) -> Tensor:
-        """Attend by torch's SDPA, with the gates as channels of q and k, which the cache stores as well."""
+        """Attend with the gates as channels of q and k, which the cache stores as well."""
         q, k, v = in_gate_dtype(q, k, v)
-        q, k = with_gates(q, k, sums, self.scale)
+        q_gates, k = with_gates(q, k, sums, self.scale)
         if state is None and context.parallel is not None:
-            return attend_split(q, k, v, self.scale, None, context.parallel)
+            return attend_split(q_gates, k, v, self.scale, None, context.parallel)
         if state is None:
-            return attend(q, k, v, self.scale, None, context.cu_seqlens)
-        return self.attend_cached(q, k, v, self.scale, state, new, context)
+            return attend(q_gates, k, v, self.scale, None, context.cu_seqlens)
+        is_plain = torch.is_grad_enabled() or not is_supported(q_gates) or state["k"].dtype != q.dtype
+        if is_plain:
+            return self.attend_cached(q_gates, k, v, self.scale, state, new, context)
+        self.append({"k": k, "v": v}, state, new, q, context)
+        k, v, ends = new["k"], new["v"], new["seen"]
+        if q.shape[1] == 1 and context.cu_seqlens is None:
+            return decode_attention(q_gates, k, v, ends, self.scale)
+        sums_BSH = gate_sums(k, self.head_width, self.heads, self.scale)
+        before = ends - token_counts(q, context)
+        return attention_with_cache(q, k, v, sums_BSH, before, ends, self.scale, context.cu_seqlens)
 
     def _operands(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

@@ -1,8 +1,8 @@
-"""Softmax attention with a forget gate per head, by flash kernels on a GPU: one graph node forward, one backward.
+"""Softmax attention with a forget gate per head, by flash kernels on a GPU: one operator forward, one backward.
 
     o_t = sum over s <= t of softmax_s(scale q_t . k_s + log f_(s+1) + ... + log f_t) v_s
 
-B batch, T time, H query heads, G key-value heads, E head width, N packed sequences
+B batch, T time, S slots of a cache, H query heads, G key-value heads, E head width, N packed sequences
 """
 
 from typing import Any
@@ -43,13 +43,42 @@ def forgetting_attention(
     return o
 
 
+def attention_with_cache(
+    q: Tensor, k: Tensor, v: Tensor, sums: Tensor, before: Tensor, ends: Tensor, scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend from new tokens to a cache that includes them, without gradients.
+
+    Args:
+        q: [B, T, H, E], for which `is_supported` holds.
+        k: [N, S, G, E or more], of which E channels count. v: [N, S, G, E].
+        sums: [N, S, H] float32, log f_1 + ... + log f_s for the token in each slot.
+        before, ends: [N] int64. Query t of sequence n has position before[n] + t; slots from ends[n] on are empty.
+        cu_seqlens: [N + 1] int32, bounds of packed sequences in q; then B = 1, else B = N.
+    Returns: [B, T, H, E], 0 for queries that see no key and for tokens after the last packed sequence.
+    """
+    o: Tensor = kernels.attention_with_cache(q, k, v, sums, before, ends, cu_seqlens, scale)
+    return o
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
+    """Attend from one token per sequence to its cache, without gates and gradients; widths of k and v may differ.
+
+    Args: q: [B, 1, H, E], for which `is_supported` holds; k: [B, S, G, E]; v: [B, S, G, V]; ends: [B] int64, the number
+        of filled slots.
+    Returns: [B, 1, H, V], 0 for an empty cache.
+    """
+    o: Tensor = kernels.decode_attention(q, k, v, ends, scale)
+    return o
+
+
 @cache_forward_signature
 class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.forgetting_attention(q, k, v, log_f, cu_seqlens, scale)
+        return kernels.attention(q, k, v, log_f, cu_seqlens, scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -61,7 +90,7 @@ class _ForgettingAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         q, k, v, log_f, o, sums, lse, cu_seqlens = ctx.saved_tensors
-        grads = kernels.forgetting_attention_backward(q, k, v, log_f, o, sums, lse, d_o, cu_seqlens, ctx.scale)
+        grads = kernels.attention_backward(q, k, v, log_f, o, sums, lse, d_o, cu_seqlens, ctx.scale)
         return (*grads, None, None)
 
 

@@ -85,13 +85,13 @@ def with_gates(q: Tensor, k: Tensor, sums_BTH: Tensor, scale: float) -> tuple[Te
     )
 
 
-def gate_sums(k: Tensor, width: int, heads: int) -> Tensor:
-    """Return the sums that `with_gates` with scale 1 has stored in keys.
+def gate_sums(k: Tensor, width: int, heads: int, scale: float = 1.0) -> Tensor:
+    """Return the sums that `with_gates` has stored in keys.
 
-    Args: k: [B, S, G, E + X] with E = width. Returns: [B, S, H].
+    Args: k: [B, S, G, E + X] with E = width. Returns: [B, S, H], float32 (float64 in float64).
     """
-    terms = k[..., width : width + TERMS * (heads // k.shape[2])]
-    return -QUERY * torch.unflatten(terms, -1, (-1, TERMS)).sum(-1).flatten(2)
+    terms = k[..., width : width + TERMS * (heads // k.shape[2])].to(state_dtype(k.dtype))
+    return -scale * QUERY * torch.unflatten(terms, -1, (-1, TERMS)).sum(-1).flatten(2)
 
 
 def _split(x: Tensor) -> Tensor:

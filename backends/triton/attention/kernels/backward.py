@@ -59,9 +59,9 @@ def query_gradients_kernel(
     slot = slots - 1 - tl.program_id(0) % slots
     start, length, first = locate_chunk(slot, cu, N, T, BM, traits.PACKED)
     if first < length:
-        q = head_rows(q, start, q_stride, h, traits)
-        k = head_rows(k, start, k_stride, h // (traits.H // traits.G), traits)
-        v = head_rows(v, start, v_stride, h // (traits.H // traits.G), traits)
+        q = head_rows(q, start, q_stride, h, traits.E, traits)
+        k = head_rows(k, start, k_stride, h // (traits.H // traits.G), traits.E, traits)
+        v = head_rows(v, start, v_stride, h // (traits.H // traits.G), traits.E, traits)
         at_head = tl.cast(h, tl.int64) * R + start
         sums += at_head
         low = traits.H * tl.cast(R, tl.int64)
@@ -144,8 +144,12 @@ def key_gradients_kernel(
     head = tl.program_id(0) // slots
     start, length, first = locate_chunk(tl.program_id(0) % slots, cu, N, T, BN, traits.PACKED)
     if first < length:
-        k_tile = load_rows(head_rows(k, start, k_stride, head, traits), first, length, k_stride, BN, True, traits)
-        v_tile = load_rows(head_rows(v, start, v_stride, head, traits), first, length, v_stride, BN, True, traits)
+        k_tile = load_rows(
+            head_rows(k, start, k_stride, head, traits.E, traits), first, length, k_stride, BN, True, traits
+        )
+        v_tile = load_rows(
+            head_rows(v, start, v_stride, head, traits.E, traits), first, length, v_stride, BN, True, traits
+        )
         low = traits.H * tl.cast(R, tl.int64)
         dk_tile = tl.zeros([BN, BLOCK], tl.float32)
         dv_tile = tl.zeros([BN, BLOCK], tl.float32)
@@ -156,8 +160,8 @@ def key_gradients_kernel(
         for i in range(GROUP):
             h = head * GROUP + i
             at_head = tl.cast(h, tl.int64) * R + start
-            q_head = head_rows(q, start, q_stride, h, traits)
-            do_head = head_rows(do, start, traits.H * traits.E // traits.UNIT, h, traits)
+            q_head = head_rows(q, start, q_stride, h, traits.E, traits)
+            do_head = head_rows(do, start, traits.H * traits.E // traits.UNIT, h, traits.E, traits)
             reference = tl.load(sums + at_head + first)
             g = load_sums(sums + at_head, first, length, reference, low, BN, True)
             sum_ds = tl.zeros([BN], tl.float32)

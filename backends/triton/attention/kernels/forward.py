@@ -11,40 +11,45 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, head_rows, load_rows, load_sums
-from deltazoo.backends.triton.device.layout import locate_chunk
+from deltazoo.backends.triton.device.layout import find_sequence, first_chunk_slot, sequence_bounds
+
+LEAST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
 def attend_tile(
-    o_tile, m, l, q_tile, row, k, v, sums, reference, first, n, length, k_stride, v_stride, low,
+    o_tile, m, l, q_tile, row, k, v, sums, reference, first, n, end, k_stride, v_stride, low,
     DIAGONAL: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """Add the keys n, ..., n + BN - 1 of a sequence to the online softmax of the queries first, ..., first + BM - 1.
 
-    DIAGONAL: some keys come after some queries, or after the end of the sequence. There the scores include g of the
+    DIAGONAL: some keys come after some queries, or after the last key, end - 1. There the scores include g of the
     query, `row`. In the tiles before they do not, which saves an addition: the gates of these keys lower every score.
     """
-    k_tile = load_rows(k, n, length, k_stride, traits.BN, DIAGONAL, traits)
-    g = load_sums(sums, n, length, reference, low, traits.BN, DIAGONAL)
+    k_tile = load_rows(k, n, end, k_stride, traits.BN, DIAGONAL, traits)
+    g = load_sums(sums, n, end, reference, low, traits.BN, DIAGONAL)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC) * (traits.SCALE * LOG2E)
     if not DIAGONAL:
         x = products - g[None, :]
     else:
         x = products + (row[:, None] - g[None, :])
         t = first + tl.arange(0, traits.BM)[:, None]
-        x = tl.where(n + tl.arange(0, traits.BN)[None, :] <= t, x, float("-inf"))
+        s = n + tl.arange(0, traits.BN)[None, :]
+        x = tl.where((s <= t) & (s < end), x, float("-inf"))
     m_new = tl.maximum(m, tl.max(x, 1))
+    if DIAGONAL:  # a row without keys
+        m_new = tl.maximum(m_new, LEAST)
     p = tl.exp2(x - m_new[:, None])
     decay = tl.exp2(m - m_new)
     l = l * decay + tl.sum(p, 1)
-    v_tile = load_rows(v, n, length, v_stride, traits.BN, DIAGONAL, traits)
+    v_tile = load_rows(v, n, end, v_stride, traits.BN, DIAGONAL, traits)
     o_tile = tl.dot(p.to(v_tile.dtype), v_tile, o_tile * decay[:, None], input_precision=traits.PREC)
     return o_tile, m_new, l
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "slots", "q_stride", "k_stride", "v_stride"])
+@triton.jit(do_not_specialize=["T", "S", "N", "R", "slots", "q_stride", "k_stride", "v_stride"])
 def attention_kernel(
-    q, k, v, sums, cu, o, lse, T, N, R, slots, q_stride, k_stride, v_stride, traits: tl.constexpr,
+    q, k, v, sums, cu, before, ends, o, lse, T, S, N, R, slots, q_stride, k_stride, v_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of o and its log-sum-exp.
 
@@ -52,41 +57,50 @@ def attention_kernel(
 
     Reads q [B, T, H, E], k and v [B, T, G, E], sums [2, H, R]. Writes o [B, T, H, E] and lse [H, R], log2 of the sum
     over s of 2^x_ts.
+
+    With a cache k and v are [N, S, G, ...], sums are those of its R = N S slots, and lse is None. Query t of sequence n
+    has position before[n] + t, and slots from ends[n] on are empty.
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
     BLOCK: tl.constexpr = traits.BLOCK
     h = tl.program_id(0) // slots
     slot = slots - 1 - tl.program_id(0) % slots
-    start, length, first = locate_chunk(slot, cu, N, T, BM, traits.PACKED)
-    if first < length:
-        q = head_rows(q, start, q_stride, h, traits)
-        k = head_rows(k, start, k_stride, h // (traits.H // traits.G), traits)
-        v = head_rows(v, start, v_stride, h // (traits.H // traits.G), traits)
-        sums += tl.cast(h, tl.int64) * R + start
+    n = find_sequence(slot, cu, N, 1, 0, BM) if traits.PACKED else slot // tl.cdiv(T, BM)
+    start, length = sequence_bounds(n, cu, T, traits.PACKED)
+    begin = (slot - first_chunk_slot(n, cu, T, BM, traits.PACKED)) * BM
+    if begin < length:
+        first, end, key_start = begin, length, start
+        if ends is not None:
+            first = begin + tl.load(before + n).to(tl.int32)
+            end = tl.minimum(tl.load(ends + n), S).to(tl.int32)
+            key_start = tl.cast(n, tl.int64) * S
+        q = head_rows(q, start, q_stride, h, traits.E, traits)
+        k = head_rows(k, key_start, k_stride, h // (traits.H // traits.G), traits.KEY, traits)
+        v = head_rows(v, key_start, v_stride, h // (traits.H // traits.G), traits.E, traits)
+        sums += tl.cast(h, tl.int64) * R + key_start
         low = traits.H * tl.cast(R, tl.int64)
-        reference = tl.load(sums + first)
-        q_tile = load_rows(q, first, length, q_stride, BM, True, traits)
-        row = load_sums(sums, first, length, reference, low, BM, True)
+        reference = tl.load(sums + tl.maximum(tl.minimum(first, end - 1), 0))
+        q_tile = load_rows(q, begin, length, q_stride, BM, True, traits)
+        row = load_sums(sums, first, end, reference, low, BM, True)
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         o_tile = tl.zeros([BM, BLOCK], tl.float32)
-        full = first // BN * BN  # keys of whole tiles that all queries see
-        for n in range(0, full, BN):
+        full = tl.minimum(first, end) // BN * BN  # keys of whole tiles that all queries see
+        for s in range(0, full, BN):
             o_tile, m, l = attend_tile(
-                o_tile, m, l, q_tile, row, k, v, sums, reference, first, n, length, k_stride, v_stride, low, False,
-                traits,
-            )  # fmt: skip
+                o_tile, m, l, q_tile, row, k, v, sums, reference, first, s, end, k_stride, v_stride, low, False, traits
+            )
         m += row
-        for n in range(full, tl.minimum(first + BM, length), BN):
+        for s in range(full, tl.minimum(first + BM, end), BN):
             o_tile, m, l = attend_tile(
-                o_tile, m, l, q_tile, row, k, v, sums, reference, first, n, length, k_stride, v_stride, low, True,
-                traits,
-            )  # fmt: skip
+                o_tile, m, l, q_tile, row, k, v, sums, reference, first, s, end, k_stride, v_stride, low, True, traits
+            )
         at_row = tl.arange(0, BM)
         e = tl.arange(0, BLOCK)[None, :]
-        at = ((start + first) * traits.H + h) * traits.E + at_row[:, None] * (traits.H * traits.E) + e
-        in_rows = at_row < length - first
-        tl.store(o + at, o_tile * (1.0 / l)[:, None], mask=in_rows[:, None] & (e < traits.E))
-        lse += tl.cast(h, tl.int64) * R + start + first
-        tl.store(lse + at_row, m + tl.log2(l), mask=in_rows)
+        at = ((start + begin) * traits.H + h) * traits.E + at_row[:, None] * (traits.H * traits.E) + e
+        in_rows = at_row < length - begin
+        factor = tl.where(l == 0.0, 0.0, 1.0 / l)
+        tl.store(o + at, o_tile * factor[:, None], mask=in_rows[:, None] & (e < traits.E))
+        if lse is not None:
+            tl.store(lse + tl.cast(h, tl.int64) * R + start + begin + at_row, m + tl.log2(l), mask=in_rows)

@@ -24,6 +24,7 @@ class AttentionTraits(NamedTuple):
 
     Args:
         H, G, E: sizes. BLOCK: the power of two from E on, at least 16.
+        KEY: numbers from one head of k to the next, E or more.
         BM, BN: queries and keys of a tile; one divides the other.
         SCALE: factor of q . k. UNIT: a number by which all strides are divisible, for wide loads.
         PACKED: sequences are those of a pack, not the rows of the batch. PREC: input precision of float32 products.
@@ -32,6 +33,7 @@ class AttentionTraits(NamedTuple):
     H: int
     G: int
     E: int
+    KEY: int
     BLOCK: int
     BM: int
     BN: int
@@ -42,9 +44,9 @@ class AttentionTraits(NamedTuple):
 
 
 @triton.jit
-def head_rows(x, start, stride, head, traits: tl.constexpr):
-    """Return the pointer to the first token of a sequence in one head. stride: from token to token / UNIT."""
-    return x + start * (stride * traits.UNIT) + head * traits.E
+def head_rows(x, start, stride, head, WIDTH: tl.constexpr, traits: tl.constexpr):
+    """Return the pointer to a sequence's first token in a head of WIDTH. stride: from token to token / UNIT."""
+    return x + start * (stride * traits.UNIT) + head * WIDTH
 
 
 @triton.jit

@@ -1,0 +1,101 @@
+"""One query per sequence over a cache: programs for parts of the keys, then a kernel that combines their results.
+
+    part p:    m = max_s x_s,    lse = m + log2 sum_s 2^(x_s - m),    o_p = sum_s 2^(x_s - lse) v_s
+    combined:  o = sum_p 2^(lse_p) o_p / sum_p 2^(lse_p)
+
+with x_s = scale log2(e) q . k_s. Gates are channels of q and k.
+
+B batch, S slots, H query heads, G key-value heads, E key width, V value width, P parts
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
+
+
+class DecodeTraits(NamedTuple):
+    """Compile-time parameters.
+
+    Args:
+        H, G, E, V: sizes. BE, BV: the powers of two from E and V on, at least 16.
+        ROWS: the power of two from H / G on, at least 16. BN: keys of a tile. PARTS: P, a power of two.
+        SCALE: factor of q . k. PREC: input precision of float32 products.
+    """
+
+    H: int
+    G: int
+    E: int
+    V: int
+    BE: int
+    BV: int
+    ROWS: int
+    BN: int
+    PARTS: int
+    SCALE: float
+    PREC: str
+
+
+@triton.jit(do_not_specialize=["S"])
+def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr):
+    """Attend to one part of the keys of a sequence and key head, with all query heads of it.
+
+    Grid: B x G x P. Reads q [B, H, E], k [B, S, G, E], v [B, S, G, V], ends [B] int64, the number of filled slots.
+    Writes partial [B, H, P, V] and lse [B, H, P], float32.
+    """
+    GROUP: tl.constexpr = traits.H // traits.G
+    ROWS: tl.constexpr = traits.ROWS
+    BN: tl.constexpr = traits.BN
+    BV: tl.constexpr = traits.BV
+    part = tl.program_id(0) % traits.PARTS
+    g = tl.program_id(0) // traits.PARTS % traits.G
+    b = tl.program_id(0) // (traits.PARTS * traits.G)
+    end = tl.minimum(tl.load(ends + b), S).to(tl.int32)
+    keys = tl.cdiv(tl.cdiv(end, BN), traits.PARTS) * BN  # of a part
+    i = tl.arange(0, ROWS)[:, None]
+    e = tl.arange(0, traits.BE)[None, :]
+    c = tl.arange(0, BV)[None, :]
+    row = tl.cast(b, tl.int64) * traits.H + g * GROUP
+    q_tile = tl.load(q + row * traits.E + i * traits.E + e, mask=(i < GROUP) & (e < traits.E), other=0.0)
+    k += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.E
+    v += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.V
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    o_tile = tl.zeros([ROWS, BV], tl.float32)
+    for n in range(part * keys, tl.minimum((part + 1) * keys, end), BN):
+        s = n + tl.arange(0, BN)
+        at = s.to(tl.int64)[:, None] * traits.G
+        k_tile = tl.load(k + at * traits.E + e, mask=(s < end)[:, None] & (e < traits.E), other=0.0)
+        v_tile = tl.load(v + at * traits.V + c, mask=(s < end)[:, None] & (c < traits.V), other=0.0)
+        x = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC) * (traits.SCALE * LOG2E)
+        x = tl.where((s < end)[None, :], x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        p = tl.exp2(x - m_new[:, None])
+        decay = tl.exp2(m - m_new)
+        l = l * decay + tl.sum(p, 1)
+        o_tile = tl.dot(p.to(v_tile.dtype), v_tile, o_tile * decay[:, None], input_precision=traits.PREC)
+        m = m_new
+    o_tile *= tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
+    at = (row + i) * traits.PARTS + part
+    tl.store(partial + at * traits.V + c, o_tile, mask=(i < GROUP) & (c < traits.V))
+    heads = tl.arange(0, ROWS)
+    tl.store(lse + (row + heads) * traits.PARTS + part, m + tl.log2(l), mask=heads < GROUP)
+
+
+@triton.jit
+def combine_parts_kernel(partial, lse, o, traits: tl.constexpr):
+    """Combine the parts of a head. Grid: B x H. Reads partial and lse. Writes o [B, H, V]; 0 for an empty cache."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    part = tl.arange(0, traits.PARTS)
+    c = tl.arange(0, traits.BV)[None, :]
+    of_part = tl.load(lse + row * traits.PARTS + part)
+    largest = tl.max(of_part, 0)
+    weight = tl.where(of_part == float("-inf"), 0.0, tl.exp2(of_part - largest))
+    total = tl.sum(weight, 0)
+    at = (row * traits.PARTS + part[:, None]) * traits.V + c
+    values = tl.load(partial + at, mask=c < traits.V, other=0.0)
+    o_row = tl.sum(values * weight[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+    channel = tl.arange(0, traits.BV)
+    tl.store(o + row * traits.V + channel, o_row, mask=channel < traits.V)

@@ -1,0 +1,153 @@
+"""Launch parameters and launches of the attention kernels; imports Triton at the first launch.
+
+B batch, T time, S slots of a cache, H query heads, G key-value heads, E head width, N sequences, R rows of the keys
+"""
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.devices import tf32_allowed
+from deltazoo.backends.triton.operands import with_token_stride
+from deltazoo.backends.triton.problem import device_spec
+from deltazoo.backends.triton.runtime.precompile import device_of
+from deltazoo.backends.triton.support import Options
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
+
+Phase = Literal["forward", "queries", "keys"]
+
+SUM_ROWS = 1024  # tokens that a program of the sums adds at once
+_MIN_TILE = 16
+_PROGRAMS_PER_PROCESSOR = 4  # of a decode step
+_MAX_PARTS = 64
+
+
+class AttentionLaunch(NamedTuple):
+    """Tile of a program, queries x keys, and its options."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+# phase: by the head width up to 64, 128 and 256, in 16 bits
+_TUNED = {
+    "forward": (
+        AttentionLaunch(128, 64, 8, 3, 128), AttentionLaunch(128, 64, 8, 3), AttentionLaunch(64, 64, 4, 2),
+    ),
+    "queries": (
+        AttentionLaunch(128, 64, 8, 3), AttentionLaunch(128, 64, 8, 2), AttentionLaunch(64, 32, 4, 2),
+    ),
+    "keys": (
+        AttentionLaunch(64, 128, 8, 3), AttentionLaunch(64, 128, 8, 2), AttentionLaunch(32, 64, 4, 2),
+    ),
+}  # fmt: skip
+_FLOAT32 = AttentionLaunch(32, 32, 4, 2)
+
+
+@functools.cache
+def launch_of(phase: Phase, E: int, dtype: torch.dtype, shared_memory: int) -> AttentionLaunch:
+    """Return the launch of a phase: the tuned one, with fewer stages and smaller tiles where that does not fit."""
+    launch = _FLOAT32 if dtype == torch.float32 else _TUNED[phase][0 if E <= 64 else 1 if E <= 128 else 2]
+    while _shared_memory(phase, launch, E, dtype) > shared_memory:
+        if launch.stages > 2:
+            launch = launch._replace(stages=launch.stages - 1)
+        elif launch.keys > launch.queries:
+            launch = launch._replace(keys=launch.keys // 2)
+        elif launch.queries > _MIN_TILE:
+            launch = launch._replace(queries=launch.queries // 2)
+        else:
+            break
+    rows = launch.keys if phase == "keys" else launch.queries  # of its products; 16 per warp
+    return launch._replace(warps=max(1, min(launch.warps, rows // 16)))
+
+
+def _shared_memory(phase: Phase, launch: AttentionLaunch, E: int, dtype: torch.dtype) -> int:
+    """Return an upper bound of the shared memory of a program in bytes: tiles that stay, and two per stage."""
+    queries, keys = launch.queries, launch.keys
+    staying, moving = {"forward": (queries, keys), "queries": (2 * queries, keys), "keys": (2 * keys, queries)}[phase]
+    row = max(16, power_of_two(E)) * dtype.itemsize + 16  # with the numbers per token, in float32
+    return (staying + 2 * launch.stages * moving) * row
+
+
+class Operands(NamedTuple):
+    """q, k, v [.., T, heads x width] with a stride from token to token, the bounds of packed sequences, and H, G, E."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    strides: tuple[int, int, int]
+    cu: Tensor | None
+    heads: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> "Operands":
+        """Copy what has no such stride. Args: q [B, T, H, E]; k [.., G, E or more]; v [.., G, E]."""
+        heads = (q.shape[2], k.shape[2], q.shape[3])
+        (q, q_stride), (k, k_stride), (v, v_stride) = (with_token_stride(x.flatten(2)) for x in (q, k, v))
+        return cls(q, k, v, (q_stride, k_stride, v_stride), cu, heads)
+
+    @property
+    def sequences(self) -> int:
+        """N."""
+        return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
+
+
+def launch(phase: Phase, kernel: Any, x: Operands, tensors: dict[str, Tensor | None], scale: float) -> None:
+    """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands."""
+    from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    T, (H, G, E), N = x.q.shape[1], x.heads, x.sequences
+    config = launch_of(phase, E, x.q.dtype, device_spec(device_of(x.q).index).shared_memory)
+    tile = config.keys if phase == "keys" else config.queries
+    slots = N * cdiv(T, tile) if x.cu is None else T // tile + N
+    key_width = x.k.shape[2] // G
+    unit = math.gcd(8, E, key_width, *x.strides)
+    traits = AttentionTraits(
+        H, G, E, key_width, max(16, power_of_two(E)), config.queries, config.keys, scale, unit, x.cu is not None,
+        "tf32" if tf32_allowed() else "ieee",
+    )  # fmt: skip
+    names = ("q_stride", "k_stride", "v_stride")
+    numbers = {name: stride // unit for name, stride in zip(names, x.strides, strict=True)}
+    numbers |= {"T": T, "S": x.k.shape[1], "N": N, "R": x.k.shape[0] * x.k.shape[1], "slots": slots}
+    options = Options(config.warps, config.stages, config.registers)
+    run = launcher(kernel, {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu} | tensors, {"traits": traits}, options)
+    run((G if phase == "keys" else H) * slots, numbers)
+
+
+def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
+    """Launch a kernel that sums the gates or their gradients over each sequence."""
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    (B, T), H = x.q.shape[:2], x.heads[0]
+    traits = {"H": H, "ROWS": SUM_ROWS, "PACKED": x.cu is not None}
+    launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: float) -> None:
+    """Attend with one query per sequence. Args: contiguous q [B, H, E], k [B, S, G, E], v [B, S, G, V], o [B, H, V]."""
+    from deltazoo.backends.triton.attention.kernels.decode import (
+        DecodeTraits,
+        combine_parts_kernel,
+        decode_attention_kernel,
+    )
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    (B, H, E), (S, G, V) = q.shape, v.shape[1:]
+    widths = [max(16, power_of_two(width)) for width in (E, V)]
+    tile = max(16, min(64, 16384 // (max(widths) * q.dtype.itemsize)))
+    programs = _PROGRAMS_PER_PROCESSOR * device_spec(device_of(q).index).processors
+    parts = power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, B * G), cdiv(S, 2 * tile))))
+    rows = max(16, power_of_two(H // G))
+    precision = "tf32" if tf32_allowed() else "ieee"
+    traits = {"traits": DecodeTraits(H, G, E, V, *widths, rows, tile, parts, scale, precision)}
+    partial, lse = (q.new_empty(B, H, parts, *shape, dtype=torch.float32) for shape in ((V,), ()))
+    tensors = {"q": q, "k": k, "v": v, "ends": ends, "partial": partial, "lse": lse, "o": o}
+    launcher(decode_attention_kernel, tensors, traits, Options(4, 3))(B * G * parts, {"S": S})
+    launcher(combine_parts_kernel, tensors, traits, Options(1))(B * H, {})
