@@ -82,8 +82,8 @@ def test_attention_and_its_gradients(pack, dtype, tiles):
         assert_equals_definition(draw(2 if pack == "batch" else 1, 53, 4, 2, 16, dtype), PACKS[pack])
     assert log.kernels == dict.fromkeys(
         (
-            "gate_sums_kernel", "attention_kernel", "query_gradients_kernel", "key_gradients_kernel",
-            "gate_gradients_kernel",
+            "forget_sums_kernel", "forgetting_attention_kernel", "query_gradients_kernel", "key_gradients_kernel",
+            "forget_gradients_kernel",
         ), 1,
     )  # fmt: skip
 

@@ -17,15 +17,15 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from deltazoo.backends.triton.attention.kernels.forward import attention_kernel
-    from deltazoo.backends.triton.attention.kernels.gates import gate_sums_kernel
+    from deltazoo.backends.triton.attention.kernels.forward import forgetting_attention_kernel
+    from deltazoo.backends.triton.attention.kernels.gates import forget_sums_kernel
 
     o, sums, lse = _forward_fake(q, k, v, log_f, cu_seqlens, scale)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, _with_tail(cu_seqlens, q.shape[1]))
-        launch_sums(gate_sums_kernel, x, {"log_f": ready(log_f), "sums": sums})
+        launch_sums(forget_sums_kernel, x, {"log_f": ready(log_f), "sums": sums})
         tensors = {"sums": sums, "before": None, "ends": None, "o": o, "lse": lse}
-        launch("forward", attention_kernel, x, tensors, scale)
+        launch("forward", forgetting_attention_kernel, x, tensors, scale)
     return o, sums, lse
 
 
@@ -34,7 +34,7 @@ def _backward(
     cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from deltazoo.backends.triton.attention.kernels.backward import key_gradients_kernel, query_gradients_kernel
-    from deltazoo.backends.triton.attention.kernels.gates import gate_gradients_kernel
+    from deltazoo.backends.triton.attention.kernels.gates import forget_gradients_kernel
 
     dq, dk, dv, d_log_f = _backward_fake(q, k, v, log_f, o, sums, lse, d_o, cu_seqlens, scale)
     rows, d_sums = torch.empty_like(sums), torch.empty_like(lse)
@@ -43,14 +43,14 @@ def _backward(
         shared = {"do": ready(d_o), "sums": sums, "rows": rows}
         launch("queries", query_gradients_kernel, x, shared | {"o": ready(o), "lse": lse, "dq": dq}, scale)
         launch("keys", key_gradients_kernel, x, shared | {"dk": dk, "dv": dv, "d_sums": d_sums}, scale)
-        launch_sums(gate_gradients_kernel, x, {"d_sums": d_sums, "d_log_f": d_log_f})
+        launch_sums(forget_gradients_kernel, x, {"d_sums": d_sums, "d_log_f": d_log_f})
     return dq, dk, dv, d_log_f
 
 
 def _with_cache(
     q: Tensor, k: Tensor, v: Tensor, sums: Tensor, before: Tensor, ends: Tensor, cu_seqlens: Tensor | None, scale: float
 ) -> Tensor:
-    from deltazoo.backends.triton.attention.kernels.forward import attention_kernel
+    from deltazoo.backends.triton.attention.kernels.forward import forgetting_attention_kernel
 
     # zeros, because no program writes the tokens after the last packed sequence
     o = q.new_empty(q.shape) if cu_seqlens is None else q.new_zeros(q.shape)
@@ -59,7 +59,7 @@ def _with_cache(
         high = sums.permute(2, 0, 1) * math.log2(math.e)
         terms = torch.stack([high, torch.zeros_like(high)]).contiguous()
         tensors = {"sums": terms, "before": ready(before), "ends": ready(ends), "o": o, "lse": None}
-        launch("forward", attention_kernel, x, tensors, scale)
+        launch("forward", forgetting_attention_kernel, x, tensors, scale)
     return o
 
 

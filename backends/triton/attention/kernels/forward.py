@@ -48,7 +48,7 @@ def attend_tile(
 
 
 @triton.jit(do_not_specialize=["T", "S", "N", "R", "slots", "q_stride", "k_stride", "v_stride"])
-def attention_kernel(
+def forgetting_attention_kernel(
     q, k, v, sums, cu, before, ends, o, lse, T, S, N, R, slots, q_stride, k_stride, v_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of o and its log-sum-exp.

@@ -11,7 +11,7 @@ from deltazoo.backends.triton.device.layout import sequence_bounds
 
 
 @triton.jit(do_not_specialize=["T", "R"])
-def gate_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
+def forget_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
     """Write g_t = log2 f_1 + ... + log2 f_t of each sequence as two float32 terms, summed in float64.
 
     Grid: N x H. Reads log_f [B, T, H]. Writes sums [2, H, R].
@@ -35,7 +35,7 @@ def gate_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["T", "R"])
-def gate_gradients_kernel(d_sums, d_log_f, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
+def forget_gradients_kernel(d_sums, d_log_f, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
     """Write d log f_t, the sum over r >= t in the sequence of the gradients of log f_1 + ... + log f_r.
 
     Grid: N x H. Reads d_sums [H, R] float32. Writes d_log_f [B, T, H].
