@@ -5,6 +5,7 @@ B batch, T time, S slots of a cache, H query heads, G key-value heads, E head wi
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class Operands(NamedTuple):
         return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
 
 
-def launch(phase: Phase, kernel: Any, x: Operands, tensors: dict[str, Tensor | None], scale: float) -> None:
+def launch(phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], scale: float) -> None:
     """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands."""
     from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
     from deltazoo.backends.triton.runtime.launcher import launcher
@@ -117,7 +118,7 @@ def launch(phase: Phase, kernel: Any, x: Operands, tensors: dict[str, Tensor | N
     numbers = {name: stride // unit for name, stride in zip(names, x.strides, strict=True)}
     numbers |= {"T": T, "S": x.k.shape[1], "N": N, "R": x.k.shape[0] * x.k.shape[1], "slots": slots}
     options = Options(config.warps, config.stages, config.registers)
-    run = launcher(kernel, {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu} | tensors, {"traits": traits}, options)
+    run = launcher(kernel, {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu, **tensors}, {"traits": traits}, options)
     run((G if phase == "keys" else H) * slots, numbers)
 
 
@@ -140,13 +141,13 @@ def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: floa
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (B, H, E), (S, G, V) = q.shape, v.shape[1:]
-    widths = [max(16, power_of_two(width)) for width in (E, V)]
-    tile = max(16, min(64, 16384 // (max(widths) * q.dtype.itemsize)))
+    BE, BV = (max(16, power_of_two(width)) for width in (E, V))
+    tile = max(16, min(64, 16384 // (max(BE, BV) * q.dtype.itemsize)))
     programs = _PROGRAMS_PER_PROCESSOR * device_spec(device_of(q).index).processors
     parts = power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, B * G), cdiv(S, 2 * tile))))
     rows = max(16, power_of_two(H // G))
     precision = "tf32" if tf32_allowed() else "ieee"
-    traits = {"traits": DecodeTraits(H, G, E, V, *widths, rows, tile, parts, scale, precision)}
+    traits = {"traits": DecodeTraits(H, G, E, V, BE, BV, rows, tile, parts, scale, precision)}
     partial, lse = (q.new_empty(B, H, parts, *shape, dtype=torch.float32) for shape in ((V,), ()))
     tensors = {"q": q, "k": k, "v": v, "ends": ends, "partial": partial, "lse": lse, "o": o}
     launcher(decode_attention_kernel, tensors, traits, Options(4, 3))(B * G * parts, {"S": S})

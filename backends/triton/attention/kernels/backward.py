@@ -16,22 +16,29 @@ tiles.py defines the scores x and the sizes.
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, head_rows, load_rows, load_sums
+from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, head_rows, load_rows, load_terms
 from deltazoo.backends.triton.device.layout import locate_chunk
 
 
 @triton.jit
 def query_gradient_tile(
-    dq_tile, sum_ds, q_tile, do_tile, row, delta, k, v, sums, reference, first, n, length, k_stride, v_stride, low,
-    DIAGONAL: tl.constexpr, traits: tl.constexpr,
+    dq_tile, sum_ds, q_tile, do_tile, high_t, low_t, delta, k, v, sums, reference, first, n, length, k_stride, v_stride,
+    low, DIAGONAL: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys n, ..., n + BN - 1 to the gradients of a tile of queries."""
+    """Add the keys n, ..., n + BN - 1 to the gradients of a tile of queries. low_t: the low term of g minus lse.
+
+    DIAGONAL: some keys come after some queries, or after the end of the sequence.
+    """
     k_tile = load_rows(k, n, length, k_stride, traits.BN, DIAGONAL, traits)
     v_tile = load_rows(v, n, length, v_stride, traits.BN, DIAGONAL, traits)
-    g = load_sums(sums, n, length, reference, low, traits.BN, DIAGONAL)
+    high_s, low_s = load_terms(sums, n, length, low, traits.BN, DIAGONAL)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=traits.PREC)
-    p = tl.exp2(products * (traits.SCALE * LOG2E) + (row[:, None] - g[None, :]))
+    if DIAGONAL:
+        gates = (high_t[:, None] - high_s[None, :]) + (low_t[:, None] - low_s[None, :])
+    else:
+        gates = ((high_t - reference) + low_t)[:, None] - ((high_s - reference) + low_s)[None, :]
+    p = tl.exp2(products * (traits.SCALE * LOG2E) + gates)
     if DIAGONAL:
         t = first + tl.arange(0, traits.BM)[:, None]
         p = tl.where(n + tl.arange(0, traits.BN)[None, :] <= t, p, 0.0)
@@ -75,33 +82,31 @@ def query_gradients_kernel(
         do_tile = tl.load(do + at, mask=in_tile, other=0.0)
         o_tile = tl.load(o + at, mask=in_tile, other=0.0)
         delta = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-        high_g = tl.load(sums + first + row_m, mask=in_rows, other=0.0)
-        low_g = tl.load(sums + low + first + row_m, mask=in_rows, other=0.0)
-        row_low = low_g - tl.load(lse + at_head + first + row_m, mask=in_rows, other=0.0)
-        row = (high_g - reference) + row_low
+        high_t, low_t = load_terms(sums, first, length, low, BM, True)
+        low_t -= tl.load(lse + at_head + first + row_m, mask=in_rows, other=0.0)
         dq_tile = tl.zeros([BM, BLOCK], tl.float32)
         sum_ds = tl.zeros([BM], tl.float32)
         full = first // BN * BN
         for n in range(0, full, BN):
             dq_tile, sum_ds = query_gradient_tile(
-                dq_tile, sum_ds, q_tile, do_tile, row, delta, k, v, sums, reference, first, n, length, k_stride,
-                v_stride, low, False, traits,
+                dq_tile, sum_ds, q_tile, do_tile, high_t, low_t, delta, k, v, sums, reference, first, n, length,
+                k_stride, v_stride, low, False, traits,
             )  # fmt: skip
         for n in range(full, tl.minimum(first + BM, length), BN):
             dq_tile, sum_ds = query_gradient_tile(
-                dq_tile, sum_ds, q_tile, do_tile, row, delta, k, v, sums, reference, first, n, length, k_stride,
-                v_stride, low, True, traits,
+                dq_tile, sum_ds, q_tile, do_tile, high_t, low_t, delta, k, v, sums, reference, first, n, length,
+                k_stride, v_stride, low, True, traits,
             )  # fmt: skip
         tl.store(dq + at, dq_tile * traits.SCALE, mask=in_tile)
         rows += at_head + first
-        tl.store(rows + row_m, row_low, mask=in_rows)
+        tl.store(rows + row_m, low_t, mask=in_rows)
         tl.store(rows + low + row_m, delta + sum_ds, mask=in_rows)
 
 
 @triton.jit
 def key_gradient_tile(
-    dk_tile, dv_tile, sum_ds, k_tile, v_tile, g, q, do, sums, rows, reference, first, t, length, q_stride, low,
-    DIAGONAL: tl.constexpr, traits: tl.constexpr,
+    dk_tile, dv_tile, sum_ds, k_tile, v_tile, high_s, low_s, q, do, sums, rows, reference, first, t, length, q_stride,
+    low, DIAGONAL: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """Add the queries t, ..., t + BM - 1 to the gradients of the keys first, ..., first + BN - 1; tiles are [BN, BM].
 
@@ -110,13 +115,15 @@ def key_gradient_tile(
     at = t + tl.arange(0, traits.BM)
     q_tile = load_rows(q, t, length, q_stride, traits.BM, True, traits)
     do_tile = load_rows(do, t, length, traits.H * traits.E // traits.UNIT, traits.BM, True, traits)
-    high_g = tl.load(sums + at, mask=at < length, other=float("-inf"))  # so that p = 0 after the end
-    row_low = tl.load(rows + at, mask=at < length, other=0.0)
-    delta = tl.load(rows + low + at, mask=at < length, other=0.0)
-    row = (high_g - reference) + row_low
+    high_t = tl.load(sums + at, mask=at < length, other=float("-inf"))  # so that p = 0 after the end
+    low_t, delta = load_terms(rows, t, length, low, traits.BM, True)
     products = tl.dot(k_tile, tl.trans(q_tile), input_precision=traits.PREC)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=traits.PREC)
-    p = tl.exp2(products * (traits.SCALE * LOG2E) + (row[None, :] - g[:, None]))
+    if DIAGONAL:
+        gates = (high_t[None, :] - high_s[:, None]) + (low_t[None, :] - low_s[:, None])
+    else:
+        gates = ((high_t - reference) + low_t)[None, :] - ((high_s - reference) + low_s)[:, None]
+    p = tl.exp2(products * (traits.SCALE * LOG2E) + gates)
     if DIAGONAL:
         p = tl.where(first + tl.arange(0, traits.BN)[:, None] <= at[None, :], p, 0.0)
     dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision=traits.PREC)
@@ -162,18 +169,18 @@ def key_gradients_kernel(
             at_head = tl.cast(h, tl.int64) * R + start
             q_head = head_rows(q, start, q_stride, h, traits.E, traits)
             do_head = head_rows(do, start, traits.H * traits.E // traits.UNIT, h, traits.E, traits)
-            reference = tl.load(sums + at_head + first)
-            g = load_sums(sums + at_head, first, length, reference, low, BN, True)
+            reference = tl.load(sums + at_head + tl.minimum(first + BN, length) - 1)
+            high_s, low_s = load_terms(sums + at_head, first, length, low, BN, True)
             sum_ds = tl.zeros([BN], tl.float32)
             for t in range(begin, full, BM):
                 dk_tile, dv_tile, sum_ds = key_gradient_tile(
-                    dk_tile, dv_tile, sum_ds, k_tile, v_tile, g, q_head, do_head, sums + at_head, rows + at_head,
-                    reference, first, t, length, q_stride, low, True, traits,
+                    dk_tile, dv_tile, sum_ds, k_tile, v_tile, high_s, low_s, q_head, do_head, sums + at_head,
+                    rows + at_head, reference, first, t, length, q_stride, low, True, traits,
                 )  # fmt: skip
             for t in range(full, length, BM):
                 dk_tile, dv_tile, sum_ds = key_gradient_tile(
-                    dk_tile, dv_tile, sum_ds, k_tile, v_tile, g, q_head, do_head, sums + at_head, rows + at_head,
-                    reference, first, t, length, q_stride, low, False, traits,
+                    dk_tile, dv_tile, sum_ds, k_tile, v_tile, high_s, low_s, q_head, do_head, sums + at_head,
+                    rows + at_head, reference, first, t, length, q_stride, low, False, traits,
                 )  # fmt: skip
             tl.store(d_sums + at_head + first + row_n, -sum_ds, mask=in_rows)
         e = tl.arange(0, BLOCK)[None, :]

@@ -10,7 +10,7 @@ tiles.py defines the scores x and the sizes.
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, head_rows, load_rows, load_sums
+from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, head_rows, load_rows, load_terms
 from deltazoo.backends.triton.device.layout import find_sequence, first_chunk_slot, sequence_bounds
 
 LEAST = tl.constexpr(-3.0e38)
@@ -18,21 +18,22 @@ LEAST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def attend_tile(
-    o_tile, m, l, q_tile, row, k, v, sums, reference, first, n, end, k_stride, v_stride, low,
+    o_tile, m, l, q_tile, high_t, low_t, k, v, sums, reference, first, n, end, k_stride, v_stride, low,
     DIAGONAL: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """Add the keys n, ..., n + BN - 1 of a sequence to the online softmax of the queries first, ..., first + BM - 1.
 
     DIAGONAL: some keys come after some queries, or after the last key, end - 1. There the scores include g of the
-    query, `row`. In the tiles before they do not, which saves an addition: the gates of these keys lower every score.
+    query. In the tiles before, it is the same for all keys and left out, relative to `reference`, which saves an
+    addition.
     """
     k_tile = load_rows(k, n, end, k_stride, traits.BN, DIAGONAL, traits)
-    g = load_sums(sums, n, end, reference, low, traits.BN, DIAGONAL)
+    high_s, low_s = load_terms(sums, n, end, low, traits.BN, DIAGONAL)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC) * (traits.SCALE * LOG2E)
     if not DIAGONAL:
-        x = products - g[None, :]
+        x = products - ((high_s - reference) + low_s)[None, :]
     else:
-        x = products + (row[:, None] - g[None, :])
+        x = products + ((high_t[:, None] - high_s[None, :]) + (low_t[:, None] - low_s[None, :]))
         t = first + tl.arange(0, traits.BM)[:, None]
         s = n + tl.arange(0, traits.BN)[None, :]
         x = tl.where((s <= t) & (s < end), x, float("-inf"))
@@ -82,20 +83,22 @@ def forgetting_attention_kernel(
         low = traits.H * tl.cast(R, tl.int64)
         reference = tl.load(sums + tl.maximum(tl.minimum(first, end - 1), 0))
         q_tile = load_rows(q, begin, length, q_stride, BM, True, traits)
-        row = load_sums(sums, first, end, reference, low, BM, True)
+        high_t, low_t = load_terms(sums, first, end, low, BM, True)
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         o_tile = tl.zeros([BM, BLOCK], tl.float32)
         full = tl.minimum(first, end) // BN * BN  # keys of whole tiles that all queries see
         for s in range(0, full, BN):
             o_tile, m, l = attend_tile(
-                o_tile, m, l, q_tile, row, k, v, sums, reference, first, s, end, k_stride, v_stride, low, False, traits
-            )
-        m += row
+                o_tile, m, l, q_tile, high_t, low_t, k, v, sums, reference, first, s, end, k_stride, v_stride, low,
+                False, traits,
+            )  # fmt: skip
+        m += (high_t - reference) + low_t
         for s in range(full, tl.minimum(first + BM, end), BN):
             o_tile, m, l = attend_tile(
-                o_tile, m, l, q_tile, row, k, v, sums, reference, first, s, end, k_stride, v_stride, low, True, traits
-            )
+                o_tile, m, l, q_tile, high_t, low_t, k, v, sums, reference, first, s, end, k_stride, v_stride, low,
+                True, traits,
+            )  # fmt: skip
         at_row = tl.arange(0, BM)
         e = tl.arange(0, BLOCK)[None, :]
         at = ((start + begin) * traits.H + h) * traits.E + at_row[:, None] * (traits.H * traits.E) + e

@@ -4,9 +4,10 @@ The score of query t and key s <= t, in units of log 2, is
 
     x_ts = scale log2(e) q_t . k_s + g_t - g_s,    g_t = log2 f_1 + ... + log2 f_t
 
-A sum g is stored as two float32 numbers, high + low. Kernels subtract from it the high part at one token of their own
-tile, which is exact near that token. Far from it the difference is large and the weight vanishes, or all gates between
-are near 1.
+A sum g is stored as two float32 numbers, high + low. Where a tile of keys precedes a tile of queries, kernels compute
+(g_t - c) - (g_s - c) with the high term c of a token between them. Both differences have one sign, so that neither is
+large unless the weight vanishes, and an addition per pair suffices. Where the tiles overlap, the terms are subtracted
+pair by pair, which is exact for near tokens, whatever the sum.
 
 B batch, T time, N sequences, H query heads, G key-value heads, E head width, R = B T rows
 """
@@ -66,16 +67,13 @@ def load_rows(x, first, length, stride, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
-def load_sums(sums, first, length, reference, low, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load g minus `reference` of tokens first, ..., first + ROWS - 1, [ROWS].
+def load_terms(sums, first, length, low, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """Load both terms of g of tokens first, ..., first + ROWS - 1, [ROWS] each. MASKED: 0 from token `length` on.
 
     Args: sums: [2, .., R] at the first token of the sequence; the low terms are `low` numbers behind.
     """
     at = first + tl.arange(0, ROWS)
     if MASKED:
-        high = tl.load(sums + at, mask=at < length, other=0.0)
-        rest = tl.load(sums + low + at, mask=at < length, other=0.0)
+        return tl.load(sums + at, mask=at < length, other=0.0), tl.load(sums + low + at, mask=at < length, other=0.0)
     else:
-        high = tl.load(sums + at)
-        rest = tl.load(sums + low + at)
-    return (high - reference) + rest
+        return tl.load(sums + at), tl.load(sums + low + at)
