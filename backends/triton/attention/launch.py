@@ -112,7 +112,7 @@ def launch(phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor 
     unit = math.gcd(8, E, key_width, *x.strides)
     traits = AttentionTraits(
         H, G, E, key_width, max(16, power_of_two(E)), config.queries, config.keys, scale, unit, x.cu is not None,
-        "tf32" if tf32_allowed() else "ieee",
+        "tf32" if tf32_allowed() else "tf32x3",
     )  # fmt: skip
     names = ("q_stride", "k_stride", "v_stride")
     numbers = {name: stride // unit for name, stride in zip(names, x.strides, strict=True)}
@@ -146,7 +146,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: floa
     programs = _PROGRAMS_PER_PROCESSOR * device_spec(device_of(q).index).processors
     parts = power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, B * G), cdiv(S, 2 * tile))))
     rows = max(16, power_of_two(H // G))
-    precision = "tf32" if tf32_allowed() else "ieee"
+    precision = "tf32" if tf32_allowed() else "tf32x3"
     traits = {"traits": DecodeTraits(H, G, E, V, BE, BV, rows, tile, parts, scale, precision)}
     partial, lse = (q.new_empty(B, H, parts, *shape, dtype=torch.float32) for shape in ((V,), ()))
     tensors = {"q": q, "k": k, "v": v, "ends": ends, "partial": partial, "lse": lse, "o": o}
