@@ -39,8 +39,10 @@ def forgetting_attention(
             sequence.
     Returns: [B, T, H, E].
     """
-    o: Tensor = _ForgettingAttention.apply(q, k, v, log_f, cu_seqlens, scale)[0]
-    return o
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
+        o: Tensor = _ForgettingAttention.apply(q, k, v, log_f, cu_seqlens, scale)[0]
+        return o
+    return kernels.attention(q, k, v, log_f, cu_seqlens, scale, False)[0]
 
 
 def attention_with_cache(
@@ -77,8 +79,8 @@ class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels.attention(q, k, v, log_f, cu_seqlens, scale)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return kernels.attention(q, k, v, log_f, cu_seqlens, scale, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -89,9 +91,9 @@ class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        q, k, v, log_f, o, sums, lse, cu_seqlens = ctx.saved_tensors
-        grads = kernels.attention_backward(q, k, v, log_f, o, sums, lse, d_o, cu_seqlens, ctx.scale)
+        *saved, cu_seqlens = ctx.saved_tensors
+        grads = kernels.attention_backward(*saved, d_o, cu_seqlens, ctx.scale)
         return (*grads, None, None)
 
 
-differentiate_exported("triton_forgetting_attention", _ForgettingAttention.apply)
+differentiate_exported("triton_forgetting_attention", lambda *x: _ForgettingAttention.apply(*x[:-1]))  # without save

@@ -73,7 +73,7 @@ def assert_equals_definition(leaves: list[Tensor], bounds: list[int] | None = No
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tiles, so that small shapes have several."""
     monkeypatch.setattr(launches, "launch_of", lambda *_: AttentionLaunch(*TILES[request.param], 4, 2))
-    monkeypatch.setattr(launches, "SUM_ROWS", 16)
+    monkeypatch.setattr(launches, "SUM_ROWS", 32)
 
 
 @needs_triton
@@ -225,8 +225,10 @@ def test_operators_pass_opcheck(tiles):
     q, k, v, log_f = (x.detach() for x in draw(1, 20, 2, 1, 16, torch.float32))
     names = ("test_schema", "test_faketensor")
     ops = torch.ops.deltazoo
-    torch.library.opcheck(ops.triton_forgetting_attention.default, (q, k, v, log_f, None, SCALE), test_utils=names)
-    results = ops.triton_forgetting_attention(q, k, v, log_f, None, SCALE)
+    torch.library.opcheck(
+        ops.triton_forgetting_attention.default, (q, k, v, log_f, None, SCALE, True), test_utils=names
+    )
+    results = ops.triton_forgetting_attention(q, k, v, log_f, None, SCALE, True)
     backward = ops.triton_forgetting_attention_backward.default
     torch.library.opcheck(backward, (q, k, v, log_f, *results, q, None, SCALE), test_utils=names)
     ends = torch.tensor([20], device=DEVICE)

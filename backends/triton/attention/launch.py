@@ -38,16 +38,10 @@ class AttentionLaunch(NamedTuple):
 
 # phase: by the head width up to 64, 128 and 256, in 16 bits
 _TUNED = {
-    "forward": (
-        AttentionLaunch(128, 64, 8, 3, 128), AttentionLaunch(128, 64, 8, 3), AttentionLaunch(64, 64, 4, 2),
-    ),
-    "queries": (
-        AttentionLaunch(128, 64, 8, 3), AttentionLaunch(128, 64, 8, 2), AttentionLaunch(64, 32, 4, 2),
-    ),
-    "keys": (
-        AttentionLaunch(64, 128, 8, 3), AttentionLaunch(64, 128, 8, 2), AttentionLaunch(32, 64, 4, 2),
-    ),
-}  # fmt: skip
+    "forward": (AttentionLaunch(64, 64, 4, 2, 128), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(64, 32, 4, 2)),
+    "queries": (AttentionLaunch(64, 64, 4, 2, 168), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(64, 32, 4, 2)),
+    "keys": (AttentionLaunch(64, 64, 4, 2), AttentionLaunch(64, 64, 4, 1), AttentionLaunch(32, 64, 4, 2)),
+}
 _FLOAT32 = AttentionLaunch(32, 32, 4, 2)
 
 
@@ -99,19 +93,31 @@ class Operands(NamedTuple):
         return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
 
 
-def launch(phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], scale: float) -> None:
-    """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands."""
+def sum_block(x: Operands) -> int:
+    """Return the number of keys to whose end the stored sums are relative: a tile of the forward and of the queries."""
+    return max(_launch_of("forward", x).keys, _launch_of("queries", x).keys)
+
+
+def _launch_of(phase: Phase, x: Operands) -> AttentionLaunch:
+    return launch_of(phase, x.heads[2], x.q.dtype, device_spec(device_of(x.q).index).shared_memory)
+
+
+def launch(
+    phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], scale: float, block: int
+) -> None:
+    """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands; block: `sum_block`."""
     from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     T, (H, G, E), N = x.q.shape[1], x.heads, x.sequences
-    config = launch_of(phase, E, x.q.dtype, device_spec(device_of(x.q).index).shared_memory)
+    config = _launch_of(phase, x)
     tile = config.keys if phase == "keys" else config.queries
     slots = N * cdiv(T, tile) if x.cu is None else T // tile + N
     key_width = x.k.shape[2] // G
     unit = math.gcd(8, E, key_width, *x.strides)
     traits = AttentionTraits(
-        H, G, E, key_width, max(16, power_of_two(E)), config.queries, config.keys, scale, unit, x.cu is not None,
+        H, G, E, key_width, max(16, power_of_two(E)), config.queries, config.keys, block,
+        _launch_of("keys", x).queries, scale, unit, x.cu is not None,
         "tf32" if tf32_allowed() else "tf32x3",
     )  # fmt: skip
     names = ("q_stride", "k_stride", "v_stride")
@@ -127,7 +133,7 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (B, T), H = x.q.shape[:2], x.heads[0]
-    traits = {"H": H, "ROWS": SUM_ROWS, "PACKED": x.cu is not None}
+    traits = {"H": H, "ROWS": SUM_ROWS, "SUM_BLOCK": sum_block(x), "PACKED": x.cu is not None}
     launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
 
 

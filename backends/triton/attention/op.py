@@ -9,40 +9,41 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.attention.launch import Operands, decode, launch, launch_sums
+from deltazoo.backends.triton.attention.launch import Operands, decode, launch, launch_sums, sum_block
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from deltazoo.backends.triton.attention.kernels.forward import forgetting_attention_kernel
     from deltazoo.backends.triton.attention.kernels.gates import forget_sums_kernel
 
-    o, sums, lse = _forward_fake(q, k, v, log_f, cu_seqlens, scale)
+    o, o_low, sums, lse = _forward_fake(q, k, v, log_f, cu_seqlens, scale, save)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, _with_tail(cu_seqlens, q.shape[1]))
         launch_sums(forget_sums_kernel, x, {"log_f": ready(log_f), "sums": sums})
-        tensors = {"sums": sums, "before": None, "ends": None, "o": o, "lse": lse}
-        launch("forward", forgetting_attention_kernel, x, tensors, scale)
-    return o, sums, lse
+        tensors = {"sums": sums, "before": None, "ends": None, "o": o, "o_low": _if_stored(o_low), "lse": lse}
+        launch("forward", forgetting_attention_kernel, x, tensors, scale, sum_block(x))
+    return o, o_low, sums, lse
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, sums: Tensor, lse: Tensor, d_o: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor, lse: Tensor, d_o: Tensor,
     cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from deltazoo.backends.triton.attention.kernels.backward import key_gradients_kernel, query_gradients_kernel
     from deltazoo.backends.triton.attention.kernels.gates import forget_gradients_kernel
 
-    dq, dk, dv, d_log_f = _backward_fake(q, k, v, log_f, o, sums, lse, d_o, cu_seqlens, scale)
-    rows, d_sums = torch.empty_like(sums), torch.empty_like(lse)
+    dq, dk, dv, d_log_f = _backward_fake(q, k, v, log_f, o, o_low, sums, lse, d_o, cu_seqlens, scale)
+    rows, d_sums = torch.empty_like(sums[:2]), torch.empty_like(lse)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, _with_tail(cu_seqlens, q.shape[1]))
-        shared = {"do": ready(d_o), "sums": sums, "rows": rows}
-        launch("queries", query_gradients_kernel, x, shared | {"o": ready(o), "lse": lse, "dq": dq}, scale)
-        launch("keys", key_gradients_kernel, x, shared | {"dk": dk, "dv": dv, "d_sums": d_sums}, scale)
+        shared = {"do": ready(d_o), "sums": sums, "lse": lse, "rows": rows}
+        of_queries = shared | {"o": ready(o), "o_low": _if_stored(o_low), "dq": dq}
+        launch("queries", query_gradients_kernel, x, of_queries, scale, sum_block(x))
+        launch("keys", key_gradients_kernel, x, shared | {"dk": dk, "dv": dv, "d_sums": d_sums}, scale, sum_block(x))
         launch_sums(forget_gradients_kernel, x, {"d_sums": d_sums, "d_log_f": d_log_f})
     return dq, dk, dv, d_log_f
 
@@ -56,10 +57,12 @@ def _with_cache(
     o = q.new_empty(q.shape) if cu_seqlens is None else q.new_zeros(q.shape)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, cu_seqlens)
-        high = sums.permute(2, 0, 1) * math.log2(math.e)
-        terms = torch.stack([high, torch.zeros_like(high)]).contiguous()
-        tensors = {"sums": terms, "before": ready(before), "ends": ready(ends), "o": o, "lse": None}
-        launch("forward", forgetting_attention_kernel, x, tensors, scale)
+        high, block = sums.permute(2, 0, 1) * math.log2(math.e), sum_block(x)
+        slot_S = torch.arange(high.shape[2], device=high.device)
+        end_S = (slot_S // block * block + block - 1).clamp(max=high.shape[2] - 1)
+        terms = torch.stack([high, torch.zeros_like(high), high - high[..., end_S]])
+        tensors = {"sums": terms, "before": ready(before), "ends": ready(ends), "o": o, "o_low": None, "lse": None}
+        launch("forward", forgetting_attention_kernel, x, tensors, scale, block)
     return o
 
 
@@ -75,16 +78,21 @@ def _with_tail(cu_seqlens: Tensor | None, T: int) -> Tensor | None:
     return None if cu_seqlens is None else torch.cat([cu_seqlens, cu_seqlens.new_full((1,), T)])
 
 
+def _if_stored(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
+
+
 def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, T, H, _ = q.shape
-    sums, lse = (q.new_empty(*shape, H, B * T, dtype=torch.float32) for shape in ((2,), ()))
-    return q.new_empty(q.shape), sums, lse
+    has_rest = save and q.dtype != torch.float32
+    sums, lse = (q.new_empty(*shape, H, B * T, dtype=torch.float32) for shape in ((3,), ()))
+    return q.new_empty(q.shape), q.new_empty(q.shape if has_rest else 0), sums, lse
 
 
 def _backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, sums: Tensor, lse: Tensor, d_o: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor, lse: Tensor, d_o: Tensor,
     cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), log_f.new_empty(log_f.shape)
@@ -101,15 +109,15 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) ->
 
 
 attention = operator(
-    "triton_forgetting_attention(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor? cu_seqlens, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    "triton_forgetting_attention(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor? cu_seqlens, float scale,"
+    " bool save) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     compiled_ahead(_forward, _forward_fake),
     any_layout=True,
 )
 attention_backward = operator(
-    "triton_forgetting_attention_backward(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor o, Tensor sums,"
-    " Tensor lse, Tensor d_o, Tensor? cu_seqlens, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "triton_forgetting_attention_backward(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor o, Tensor o_low,"
+    " Tensor sums, Tensor lse, Tensor d_o, Tensor? cu_seqlens, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     compiled_ahead(_backward, _backward_fake),
     any_layout=True,

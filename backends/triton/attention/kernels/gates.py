@@ -11,10 +11,13 @@ from deltazoo.backends.triton.device.layout import sequence_bounds
 
 
 @triton.jit(do_not_specialize=["T", "R"])
-def forget_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
+def forget_sums_kernel(
+    log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexpr, SUM_BLOCK: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """Write g_t = log2 f_1 + ... + log2 f_t of each sequence as two float32 terms, summed in float64.
 
-    Grid: N x H. Reads log_f [B, T, H]. Writes sums [2, H, R].
+    Grid: N x H. Reads log_f [B, T, H]. Writes sums [3, H, R]: high and low terms, and g_t minus g of the last token in
+    the block of SUM_BLOCK tokens; SUM_BLOCK divides ROWS.
     """
     n = tl.program_id(0) // H
     h = tl.program_id(0) % H
@@ -32,6 +35,9 @@ def forget_sums_kernel(log_f, sums, cu, T, R, H: tl.constexpr, ROWS: tl.constexp
         high = scaled.to(tl.float32)
         tl.store(sums + t, high, mask=t < length)
         tl.store(sums + low + t, (scaled - high.to(tl.float64)).to(tl.float32), mask=t < length)
+        blocks = tl.reshape(x, [ROWS // SUM_BLOCK, SUM_BLOCK])
+        later = tl.reshape(tl.cumsum(blocks, 1, reverse=True) - blocks, [ROWS])
+        tl.store(sums + 2 * low + t, (later * -LOG2E).to(tl.float32), mask=t < length)
 
 
 @triton.jit(do_not_specialize=["T", "R"])

@@ -4,10 +4,11 @@ The score of query t and key s <= t, in units of log 2, is
 
     x_ts = scale log2(e) q_t . k_s + g_t - g_s,    g_t = log2 f_1 + ... + log2 f_t
 
-A sum g is stored as two float32 numbers, high + low. Where a tile of keys precedes a tile of queries, kernels compute
-(g_t - c) - (g_s - c) with the high term c of a token between them. Both differences have one sign, so that neither is
-large unless the weight vanishes, and an addition per pair suffices. Where the tiles overlap, the terms are subtracted
-pair by pair, which is exact for near tokens, whatever the sum.
+A sum g is stored as two float32 terms, high + low. Where a tile of keys precedes a tile of queries, g_t - g_s is a sum
+of differences of one sign, so that none is large unless the weight vanishes: from the key to the end of its block of
+SUM_BLOCK keys (stored for each key), from there to a token c between the tiles (one number per tile), and from c to the
+query. No operation per key is left. Where the tiles overlap, the terms are subtracted pair by pair, which is exact for
+near tokens, whatever the sum.
 
 B batch, T time, N sequences, H query heads, G key-value heads, E head width, R = B T rows
 """
@@ -27,6 +28,7 @@ class AttentionTraits(NamedTuple):
         H, G, E: sizes. BLOCK: the power of two from E on, at least 16.
         KEY: numbers from one head of k to the next, E or more.
         BM, BN: queries and keys of a tile; one divides the other.
+        SUM_BLOCK, ROW_BLOCK: keys, and queries, of a block to whose end, or start, stored sums are relative.
         SCALE: factor of q . k. UNIT: a number by which all strides are divisible, for wide loads.
         PACKED: sequences are those of a pack, not the rows of the batch. PREC: input precision of float32 products.
     """
@@ -38,6 +40,8 @@ class AttentionTraits(NamedTuple):
     BLOCK: int
     BM: int
     BN: int
+    SUM_BLOCK: int
+    ROW_BLOCK: int
     SCALE: float
     UNIT: int
     PACKED: bool
@@ -77,3 +81,10 @@ def load_terms(sums, first, length, low, ROWS: tl.constexpr, MASKED: tl.constexp
         return tl.load(sums + at, mask=at < length, other=0.0), tl.load(sums + low + at, mask=at < length, other=0.0)
     else:
         return tl.load(sums + at), tl.load(sums + low + at)
+
+
+@triton.jit
+def block_end_sum(sums, n, end, reference, low, traits: tl.constexpr):
+    """Return g minus `reference` at the end of the block of keys that key n belongs to; end: the number of keys."""
+    last = tl.maximum(tl.minimum(n // traits.SUM_BLOCK * traits.SUM_BLOCK + traits.SUM_BLOCK, end) - 1, 0)
+    return (tl.load(sums + last) - reference) + tl.load(sums + low + last)
