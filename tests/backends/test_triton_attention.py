@@ -6,12 +6,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
+from compiling import Compiler
 from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops.forgetting_attention import attention_with_cache, decode_attention, forgetting_attention
 from deltazoo.backends.triton.attention import launch as launches
+from deltazoo.backends.triton.attention import op as operators
 from deltazoo.backends.triton.attention.launch import AttentionLaunch
 from deltazoo.mixers import Context, FoX, fox
 
@@ -326,3 +329,23 @@ def test_prefill_and_decoding_with_a_cache_equal_one_call():
     assert log.kernels["decode_attention_kernel"] == 3
     assert log.kernels["forgetting_attention_kernel"] == 3
     assert error(torch.cat(pieces, 1), expected.double()) <= 1e-2
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler, not its interpreter")
+@pytest.mark.parametrize(("E", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16)])
+def test_the_compiled_kernels_fit_and_have_no_known_faults(E, dtype, monkeypatch):
+    compiler = Compiler(all=True)
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
+    q, log_f = torch.empty(1, 300, 4, E, dtype=dtype), torch.empty(1, 300, 4)
+    k, v = torch.empty(2, 1, 300, 2, E, dtype=dtype)
+    saved = operators.attention(q, k, v, log_f, None, SCALE, True)
+    operators.attention_backward(q, k, v, log_f, *saved, q, None, SCALE)
+    operators.decode_attention(q[:, :1], k, v, torch.tensor([300]), SCALE)
+    assert len(compiler.compiled) == 7
+    for name, compiled in compiler.compiled:
+        assert compiled.metadata.shared <= 99 * 1024, name  # two programs per SM on Hopper, one on smaller GPUs
+        sass = disassemble(compiled.asm["cubin"])
+        assert not wrong_descriptor_addresses(sass), name
+        assert not missing_waits(sass), name
+        assert not overwritten_operands(sass), name
