@@ -79,7 +79,7 @@ class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return kernels.attention(q, k, v, log_f, cu_seqlens, scale, True)
 
     @staticmethod

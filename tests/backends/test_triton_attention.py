@@ -77,6 +77,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Small tiles, so that small shapes have several."""
     monkeypatch.setattr(launches, "launch_of", lambda *_: AttentionLaunch(*TILES[request.param], 4, 2))
     monkeypatch.setattr(launches, "SUM_ROWS", 32)
+    for module in (launches, operators):
+        monkeypatch.setattr(module, "sum_block", lambda *_: TILES[request.param][1])
 
 
 @needs_triton
@@ -96,8 +98,8 @@ def test_attention_and_its_gradients(pack, dtype, tiles):
         assert_equals_definition(draw(2 if pack == "batch" else 1, 53, 4, 2, 16, dtype), PACKS[pack])
     assert log.kernels == dict.fromkeys(
         (
-            "forget_sums_kernel", "forgetting_attention_kernel", "query_gradients_kernel", "key_gradients_kernel",
-            "forget_gradients_kernel",
+            "forget_sums_kernel", "key_norms_kernel", "forgetting_attention_kernel", "query_gradients_kernel",
+            "key_gradients_kernel", "forget_gradients_kernel",
         ), 1,
     )  # fmt: skip
 
@@ -158,6 +160,31 @@ def test_one_token_attends_to_its_cache(dtype, group, monkeypatch):
 @pytest.mark.parametrize("gates", [0.0, 20.0, 2000.0])
 def test_gates_that_keep_or_forget_everything(gates, tiles):
     assert_equals_definition(draw(1, 40, 2, 1, 16, torch.float32, gates), least=1.0)
+
+
+@needs_triton
+@pytest.mark.parametrize("tiles", ["keys as queries"], indirect=True)
+@pytest.mark.parametrize("pack", [None, [0, 31, 31, 90]])
+def test_forgotten_keys_are_skipped_without_a_change_of_the_results(pack, tiles, monkeypatch):
+    leaves = draw(1, 100, 2, 1, 16, torch.float32, 8.0)
+    cu_seqlens = None if pack is None else torch.tensor(pack, dtype=torch.int32, device=DEVICE)
+    starts, results = [], []
+
+    def launch(phase, kernel, x, tensors, scale):
+        launches.launch(phase, kernel, x, tensors, scale)
+        if phase == "queries":
+            starts.append(tensors["starts"] if pack is None else tensors["starts"][:, [0, 1, 3, 4, 5, 6, 8]])
+
+    monkeypatch.setattr(operators, "launch", launch)
+    for is_skipped in (True, False):
+        if not is_skipped:
+            monkeypatch.setattr(operators, "launch_norms", lambda kernel, x, norms: norms.fill_(torch.inf))
+        o = forgetting_attention(*leaves, SCALE, cu_seqlens)
+        results.append([o, *torch.autograd.grad(o.square().sum(), leaves)])
+    assert starts[0].max() >= 32
+    assert not starts[1].any()
+    for skipped, complete in zip(*results, strict=True):
+        torch.testing.assert_close(skipped, complete, rtol=1e-5, atol=1e-6)
 
 
 @needs_triton
@@ -342,7 +369,7 @@ def test_the_compiled_kernels_fit_and_have_no_known_faults(E, dtype, monkeypatch
     saved = operators.attention(q, k, v, log_f, None, SCALE, True)
     operators.attention_backward(q, k, v, log_f, *saved, q, None, SCALE)
     operators.decode_attention(q[:, :1], k, v, torch.tensor([300]), SCALE)
-    assert len(compiler.compiled) == 7
+    assert len(compiler.compiled) == 8
     for name, compiled in compiler.compiled:
         assert compiled.metadata.shared <= 99 * 1024, name  # two programs per SM on Hopper, one on smaller GPUs
         sass = disassemble(compiled.asm["cubin"])

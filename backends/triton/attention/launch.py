@@ -93,39 +93,73 @@ class Operands(NamedTuple):
         return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
 
 
-def sum_block(x: Operands) -> int:
-    """Return the number of keys to whose end the stored sums are relative: a tile of the forward and of the queries."""
-    return max(_launch_of("forward", x).keys, _launch_of("queries", x).keys)
+def sum_block(dtype: torch.dtype) -> int:
+    """Return the keys of a block to whose end stored sums are relative; no tile of forward and queries has more."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def slots_of(tile: int, T: int, N: int, packed: bool) -> int:
+    """Return the number of tiles of all sequences, an upper bound for a pack."""
+    return T // tile + N if packed else N * cdiv(T, tile)
 
 
 def _launch_of(phase: Phase, x: Operands) -> AttentionLaunch:
     return launch_of(phase, x.heads[2], x.q.dtype, device_spec(device_of(x.q).index).shared_memory)
 
 
-def launch(
-    phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], scale: float, block: int
-) -> None:
-    """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands; block: `sum_block`."""
-    from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
+def launch(phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], scale: float) -> None:
+    """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands."""
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    T, (H, G, E), N = x.q.shape[1], x.heads, x.sequences
     config = _launch_of(phase, x)
-    tile = config.keys if phase == "keys" else config.queries
-    slots = N * cdiv(T, tile) if x.cu is None else T // tile + N
-    key_width = x.k.shape[2] // G
-    unit = math.gcd(8, E, key_width, *x.strides)
-    traits = AttentionTraits(
-        H, G, E, key_width, max(16, power_of_two(E)), config.queries, config.keys, block,
-        _launch_of("keys", x).queries, scale, unit, x.cu is not None,
-        "tf32" if tf32_allowed() else "tf32x3",
-    )  # fmt: skip
-    names = ("q_stride", "k_stride", "v_stride")
-    numbers = {name: stride // unit for name, stride in zip(names, x.strides, strict=True)}
-    numbers |= {"T": T, "S": x.k.shape[1], "N": N, "R": x.k.shape[0] * x.k.shape[1], "slots": slots}
+    tile, heads = (config.keys, x.heads[1]) if phase == "keys" else (config.queries, x.heads[0])
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu, **tensors}
     options = Options(config.warps, config.stages, config.registers)
-    run = launcher(kernel, {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu, **tensors}, {"traits": traits}, options)
-    run((G if phase == "keys" else H) * slots, numbers)
+    run = launcher(kernel, tensors, {"traits": _traits(config, x, scale)}, options)
+    numbers = _numbers(x, tile)
+    run(heads * numbers["slots"], numbers)
+
+
+def launch_norms(kernel: Any, x: Operands, norms: Tensor) -> None:
+    """Launch the kernel that computes the norms of the keys."""
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    traits = {"traits": _traits(_launch_of("forward", x), x, 1.0)}
+    run = launcher(kernel, {"k": x.k, "norms": norms, "cu": x.cu}, traits, Options(4))
+    numbers = _numbers(x, sum_block(x.q.dtype))
+    run(x.heads[1] * numbers["slots"], numbers)
+
+
+def _traits(config: AttentionLaunch, x: Operands, scale: float) -> Any:
+    from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
+
+    H, G, E = x.heads
+    key_width = x.k.shape[2] // G
+    return AttentionTraits(
+        H=H, G=G, E=E, KEY=key_width, BLOCK=max(16, power_of_two(E)), BM=config.queries, BN=config.keys,
+        SUM_BLOCK=sum_block(x.q.dtype), ROW_BLOCK=_launch_of("keys", x).queries,
+        QUERY_TILE=_launch_of("queries", x).queries, SCALE=scale, UNIT=_unit(x), PACKED=x.cu is not None,
+        PREC="tf32" if tf32_allowed() else "tf32x3",
+    )  # fmt: skip
+
+
+def _numbers(x: Operands, tile: int) -> dict[str, int]:
+    """Return the kernels' numbers, with the slots of a tile."""
+    T, N, packed = x.q.shape[1], x.sequences, x.cu is not None
+    tiles = {"slots": tile, "sum_slots": sum_block(x.q.dtype), "query_slots": _launch_of("queries", x).queries}
+    names = ("q_stride", "k_stride", "v_stride")
+    strides = {name: stride // _unit(x) for name, stride in zip(names, x.strides, strict=True)}
+    sizes = {"T": T, "S": x.k.shape[1], "N": N, "R": x.k.shape[0] * x.k.shape[1]}
+    return sizes | strides | {name: slots_of(size, T, N, packed) for name, size in tiles.items()}
+
+
+def _unit(x: Operands) -> int:
+    return math.gcd(8, x.heads[2], x.k.shape[2] // x.heads[1], *x.strides)
+
+
+def query_slots(x: Operands) -> int:
+    """Return the number of tiles of the gradients of the queries."""
+    return _numbers(x, 1)["query_slots"]
 
 
 def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
@@ -133,7 +167,7 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (B, T), H = x.q.shape[:2], x.heads[0]
-    traits = {"H": H, "ROWS": SUM_ROWS, "SUM_BLOCK": sum_block(x), "PACKED": x.cu is not None}
+    traits = {"H": H, "ROWS": SUM_ROWS, "SUM_BLOCK": sum_block(x.q.dtype), "PACKED": x.cu is not None}
     launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
 
 

@@ -9,41 +9,53 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.attention.launch import Operands, decode, launch, launch_sums, sum_block
+from deltazoo.backends.triton.attention.launch import (
+    Operands,
+    decode,
+    launch,
+    launch_norms,
+    launch_sums,
+    query_slots,
+    slots_of,
+    sum_block,
+)
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from deltazoo.backends.triton.attention.kernels.forward import forgetting_attention_kernel
-    from deltazoo.backends.triton.attention.kernels.gates import forget_sums_kernel
+    from deltazoo.backends.triton.attention.kernels.gates import forget_sums_kernel, key_norms_kernel
 
-    o, o_low, sums, lse = _forward_fake(q, k, v, log_f, cu_seqlens, scale, save)
+    o, o_low, sums, norms, lse = _forward_fake(q, k, v, log_f, cu_seqlens, scale, save)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, _with_tail(cu_seqlens, q.shape[1]))
         launch_sums(forget_sums_kernel, x, {"log_f": ready(log_f), "sums": sums})
-        tensors = {"sums": sums, "before": None, "ends": None, "o": o, "o_low": _if_stored(o_low), "lse": lse}
-        launch("forward", forgetting_attention_kernel, x, tensors, scale, sum_block(x))
-    return o, o_low, sums, lse
+        launch_norms(key_norms_kernel, x, norms)
+        results = {"o": o, "o_low": _if_stored(o_low), "lse": lse}
+        tensors = {"sums": sums, "norms": norms, "before": None, "ends": None, **results}
+        launch("forward", forgetting_attention_kernel, x, tensors, scale)
+    return o, o_low, sums, norms, lse
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor, lse: Tensor, d_o: Tensor,
-    cu_seqlens: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor,
+    norms: Tensor, lse: Tensor, d_o: Tensor, cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from deltazoo.backends.triton.attention.kernels.backward import key_gradients_kernel, query_gradients_kernel
     from deltazoo.backends.triton.attention.kernels.gates import forget_gradients_kernel
 
-    dq, dk, dv, d_log_f = _backward_fake(q, k, v, log_f, o, o_low, sums, lse, d_o, cu_seqlens, scale)
+    dq, dk, dv, d_log_f = _backward_fake(q, k, v, log_f, o, o_low, sums, norms, lse, d_o, cu_seqlens, scale)
     rows, d_sums = torch.empty_like(sums[:2]), torch.empty_like(lse)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, _with_tail(cu_seqlens, q.shape[1]))
-        shared = {"do": ready(d_o), "sums": sums, "lse": lse, "rows": rows}
-        of_queries = shared | {"o": ready(o), "o_low": _if_stored(o_low), "dq": dq}
-        launch("queries", query_gradients_kernel, x, of_queries, scale, sum_block(x))
-        launch("keys", key_gradients_kernel, x, shared | {"dk": dk, "dv": dv, "d_sums": d_sums}, scale, sum_block(x))
+        starts = lse.new_empty(q.shape[2], query_slots(x), dtype=torch.int32)
+        shared = {"do": ready(d_o), "sums": sums, "lse": lse, "rows": rows, "starts": starts}
+        of_queries = shared | {"o": ready(o), "o_low": _if_stored(o_low), "norms": norms, "dq": dq}
+        launch("queries", query_gradients_kernel, x, of_queries, scale)
+        launch("keys", key_gradients_kernel, x, shared | {"dk": dk, "dv": dv, "d_sums": d_sums}, scale)
         launch_sums(forget_gradients_kernel, x, {"d_sums": d_sums, "d_log_f": d_log_f})
     return dq, dk, dv, d_log_f
 
@@ -57,12 +69,13 @@ def _with_cache(
     o = q.new_empty(q.shape) if cu_seqlens is None else q.new_zeros(q.shape)
     with torch.cuda.device_of(q):
         x = Operands.of(q, k, v, cu_seqlens)
-        high, block = sums.permute(2, 0, 1) * math.log2(math.e), sum_block(x)
+        high, block = sums.permute(2, 0, 1) * math.log2(math.e), sum_block(q.dtype)
         slot_S = torch.arange(high.shape[2], device=high.device)
         end_S = (slot_S // block * block + block - 1).clamp(max=high.shape[2] - 1)
         terms = torch.stack([high, torch.zeros_like(high), high - high[..., end_S]])
-        tensors = {"sums": terms, "before": ready(before), "ends": ready(ends), "o": o, "o_low": None, "lse": None}
-        launch("forward", forgetting_attention_kernel, x, tensors, scale, block)
+        none = dict.fromkeys(("norms", "o_low", "lse"))
+        tensors = {"sums": terms, "before": ready(before), "ends": ready(ends), "o": o, **none}
+        launch("forward", forgetting_attention_kernel, x, tensors, scale)
     return o
 
 
@@ -84,16 +97,19 @@ def _if_stored(x: Tensor) -> Tensor | None:
 
 def _forward_fake(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Tensor | None, scale: float, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     B, T, H, _ = q.shape
     has_rest = save and q.dtype != torch.float32
     sums, lse = (q.new_empty(*shape, H, B * T, dtype=torch.float32) for shape in ((3,), ()))
-    return q.new_empty(q.shape), q.new_empty(q.shape if has_rest else 0), sums, lse
+    N = B if cu_seqlens is None else cu_seqlens.shape[0]  # with the tokens after the last sequence
+    blocks = slots_of(sum_block(q.dtype), T, N, cu_seqlens is not None)
+    norms = q.new_empty(k.shape[2], blocks, dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape if has_rest else 0), sums, norms, lse
 
 
 def _backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor, lse: Tensor, d_o: Tensor,
-    cu_seqlens: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor,
+    norms: Tensor, lse: Tensor, d_o: Tensor, cu_seqlens: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), log_f.new_empty(log_f.shape)
 
@@ -110,14 +126,15 @@ def _decode_fake(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) ->
 
 attention = operator(
     "triton_forgetting_attention(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor? cu_seqlens, float scale,"
-    " bool save) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     compiled_ahead(_forward, _forward_fake),
     any_layout=True,
 )
 attention_backward = operator(
     "triton_forgetting_attention_backward(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor o, Tensor o_low,"
-    " Tensor sums, Tensor lse, Tensor d_o, Tensor? cu_seqlens, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor sums, Tensor norms, Tensor lse, Tensor d_o, Tensor? cu_seqlens, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     compiled_ahead(_backward, _backward_fake),
     any_layout=True,

@@ -16,8 +16,15 @@ tiles.py defines the scores x and the sizes.
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, block_end_sum, head_rows, load_rows, load_terms
-from deltazoo.backends.triton.device.layout import locate_chunk
+from deltazoo.backends.triton.attention.kernels.tiles import (
+    LOG2E,
+    block_end_sum,
+    first_key,
+    head_rows,
+    load_rows,
+    load_terms,
+)
+from deltazoo.backends.triton.device.layout import find_sequence, first_chunk_slot, sequence_bounds
 
 
 @triton.jit
@@ -30,10 +37,10 @@ def query_gradient_tile(dq_tile, sum_ds, p, do_tile, delta, k_tile, v_tile, trai
     return dq_tile, sum_ds
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "slots", "q_stride", "k_stride", "v_stride"])
+@triton.jit(do_not_specialize=["T", "N", "R", "slots", "sum_slots", "q_stride", "k_stride", "v_stride"])
 def query_gradients_kernel(
-    q, k, v, o, o_low, do, sums, lse, cu, dq, rows, T, N, R, slots, q_stride, k_stride, v_stride,
-    traits: tl.constexpr,
+    q, k, v, o, o_low, do, sums, norms, lse, cu, dq, rows, starts, T, N, R, slots, sum_slots, q_stride, k_stride,
+    v_stride, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of dq, and what the gradients of the keys need of each query.
 
@@ -41,14 +48,17 @@ def query_gradients_kernel(
 
     Reads q, o, o_low, do [B, T, H, E], k and v [B, T, G, E], sums [3, H, R], lse [H, R]; o, o_low (the rest of o, or
     None) and do are contiguous. Writes dq
-    [B, T, H, E] and rows [2, H, R]: g minus lse and minus g at the first token of the block of ROW_BLOCK; delta.
+    [B, T, H, E]; rows [2, H, R]: g minus lse and minus g at the first token of the block of ROW_BLOCK; delta; starts
+    [H, slots], the first key that each tile needs.
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
     BLOCK: tl.constexpr = traits.BLOCK
     h = tl.program_id(0) // slots
     slot = slots - 1 - tl.program_id(0) % slots
-    start, length, first = locate_chunk(slot, cu, N, T, BM, traits.PACKED)
+    i = find_sequence(slot, cu, N, 1, 0, BM) if traits.PACKED else slot // tl.cdiv(T, BM)
+    start, length = sequence_bounds(i, cu, T, traits.PACKED)
+    first = (slot - first_chunk_slot(i, cu, T, BM, traits.PACKED)) * BM
     if first < length:
         q = head_rows(q, start, q_stride, h, traits.E, traits)
         k = head_rows(k, start, k_stride, h // (traits.H // traits.G), traits.E, traits)
@@ -80,8 +90,11 @@ def query_gradients_kernel(
         dq_tile = tl.zeros([BM, BLOCK], tl.float32)
         sum_ds = tl.zeros([BM], tl.float32)
         full = first // BN * BN
-        following = block_end_sum(sums, 0, length, reference, low, traits)
-        for n in range(0, full, BN):
+        norms += h // (traits.H // traits.G) * sum_slots + first_chunk_slot(i, cu, T, traits.SUM_BLOCK, traits.PACKED)
+        needed = first_key(q_tile, sums, norms, first, full, length, reference, traits)
+        tl.store(starts + h * slots + slot, needed)
+        following = block_end_sum(sums, needed, length, reference, low, traits)
+        for n in range(needed, full, BN):
             from_end = row - following
             following = block_end_sum(sums, n + BN, length, reference, low, traits)
             k_tile = load_rows(k, n, length, k_stride, BN, False, traits)
@@ -105,6 +118,23 @@ def query_gradients_kernel(
 
 
 @triton.jit
+def last_query(starts, first, full, length, traits: tl.constexpr):
+    """Return the end of the queries that need a tile of keys: a multiple of BM, or `length`.
+
+    Args: starts: the first key that each tile of queries of the sequence needs. full: the first query that sees all
+        keys of the tile.
+    """
+    tiles = tl.cdiv(length, traits.QUERY_TILE)
+    stop = full
+    for i in range(0, tiles, 64):
+        tile = i + tl.arange(0, 64)
+        start = tl.load(starts + tile, mask=tile < tiles, other=2147483647)
+        needs = start < first + traits.BN
+        stop = tl.maximum(stop, tl.max(tl.where(needs, (tile + 1) * traits.QUERY_TILE, 0), 0))
+    return tl.minimum(tl.cdiv(stop, traits.BM) * traits.BM, length)
+
+
+@triton.jit
 def key_gradient_tile(dk_tile, dv_tile, sum_ds, p, v_tile, q_tile, do_tile, delta, traits: tl.constexpr):
     """Add a tile of queries with weights p [BN, BM] to the gradients of a tile of keys."""
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=traits.PREC)
@@ -115,24 +145,28 @@ def key_gradient_tile(dk_tile, dv_tile, sum_ds, p, v_tile, q_tile, do_tile, delt
     return dk_tile, dv_tile, sum_ds
 
 
-@triton.jit(do_not_specialize=["T", "N", "R", "slots", "q_stride", "k_stride", "v_stride"])
+@triton.jit(do_not_specialize=["T", "N", "R", "slots", "query_slots", "q_stride", "k_stride", "v_stride"])
 def key_gradients_kernel(
-    q, k, v, do, sums, lse, rows, cu, dk, dv, d_sums, T, N, R, slots, q_stride, k_stride, v_stride,
+    q, k, v, do, sums, lse, rows, starts, cu, dk, dv, d_sums, T, N, R, slots, query_slots, q_stride, k_stride, v_stride,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of dk and of dv, and the gradients of the sums of the gates, from all query heads of a key head.
 
     Grid: G x slots, tiles of BN keys; those with most queries first.
 
-    Reads q, do [B, T, H, E], k and v [B, T, G, E], sums [3, H, R], lse [H, R], rows [2, H, R]; do is contiguous, rows
-    are those of `query_gradients_kernel` with ROW_BLOCK = BM. Writes dk, dv [B, T, G, E], d_sums [H, R].
+    Reads q, do [B, T, H, E], k and v [B, T, G, E], sums [3, H, R], lse [H, R], rows [2, H, R] and starts
+    [H, query_slots]; do is contiguous, rows and starts are those of `query_gradients_kernel` with ROW_BLOCK = BM.
+    Writes dk, dv [B, T, G, E], d_sums [H, R].
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
     BLOCK: tl.constexpr = traits.BLOCK
     GROUP: tl.constexpr = traits.H // traits.G
     head = tl.program_id(0) // slots
-    start, length, first = locate_chunk(tl.program_id(0) % slots, cu, N, T, BN, traits.PACKED)
+    slot = tl.program_id(0) % slots
+    n = find_sequence(slot, cu, N, 1, 0, BN) if traits.PACKED else slot // tl.cdiv(T, BN)
+    start, length = sequence_bounds(n, cu, T, traits.PACKED)
+    first = (slot - first_chunk_slot(n, cu, T, BN, traits.PACKED)) * BN
     if first < length:
         k_tile = load_rows(
             head_rows(k, start, k_stride, head, traits.E, traits), first, length, k_stride, BN, True, traits
@@ -149,9 +183,8 @@ def key_gradients_kernel(
         in_rows = row_n < length - first
         begin = first // BM * BM
         full = tl.cdiv(first + BN, BM) * BM  # from here on queries see all keys
-        whole = tl.maximum(length // BM * BM, full)  # from here on a tile is not whole
         overlapping = tl.cdiv(tl.minimum(full, length) - begin, BM)
-        edges = overlapping + tl.cdiv(tl.maximum(length - whole, 0), BM)
+        starts += first_chunk_slot(n, cu, T, traits.QUERY_TILE, traits.PACKED)
         for i in range(GROUP):
             h = head * GROUP + i
             at_head = tl.cast(h, tl.int64) * R + start
@@ -162,6 +195,9 @@ def key_gradients_kernel(
             reference = tl.load(sums_head + tl.minimum(first + BN, length) - 1)
             high_s, low_s = load_terms(sums_head, first, length, low, BN, True)
             g = (high_s - reference) + low_s
+            stop = last_query(starts + h * query_slots, first, full, length, traits)
+            whole = tl.maximum(stop // BM * BM, full)  # from here on a tile is not whole
+            edges = overlapping + tl.cdiv(tl.maximum(stop - whole, 0), BM)
             sum_ds = tl.zeros([BN], tl.float32)
             for edge in range(0, edges):
                 t = tl.where(edge < overlapping, begin + edge * BM, whole)

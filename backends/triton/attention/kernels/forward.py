@@ -10,7 +10,14 @@ tiles.py defines the scores x and the sizes.
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, block_end_sum, head_rows, load_rows, load_terms
+from deltazoo.backends.triton.attention.kernels.tiles import (
+    LOG2E,
+    block_end_sum,
+    first_key,
+    head_rows,
+    load_rows,
+    load_terms,
+)
 from deltazoo.backends.triton.device.layout import find_sequence, first_chunk_slot, sequence_bounds
 
 LEAST = tl.constexpr(-3.0e38)  # of the maximum: a row without keys
@@ -27,20 +34,21 @@ def update_softmax(o_tile, m, l, x, shift, v_tile, traits: tl.constexpr):
     return o_tile, m_new, l
 
 
-@triton.jit(do_not_specialize=["T", "S", "N", "R", "slots", "q_stride", "k_stride", "v_stride"])
+@triton.jit(do_not_specialize=["T", "S", "N", "R", "slots", "sum_slots", "q_stride", "k_stride", "v_stride"])
 def forgetting_attention_kernel(
-    q, k, v, sums, cu, before, ends, o, o_low, lse, T, S, N, R, slots, q_stride, k_stride, v_stride,
+    q, k, v, sums, norms, cu, before, ends, o, o_low, lse, T, S, N, R, slots, sum_slots, q_stride, k_stride, v_stride,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of o and its log-sum-exp.
 
     Grid: H x slots, tiles of BM queries; those with most keys first, and the heads that share keys side by side.
 
-    Reads q [B, T, H, E], k and v [B, T, G, E], sums [3, H, R]. Writes o [B, T, H, E] and lse [H, R], log2 of the sum
+    Reads q [B, T, H, E], k and v [B, T, G, E], sums [3, H, R], norms [G, sum_slots] or
+    None. Writes o [B, T, H, E] and lse [H, R], log2 of the sum
     over s of 2^x_ts; o_low, what rounding has removed from o, or None.
 
-    With a cache k and v are [N, S, G, ...] and sums those of its R = N S slots; o_low and lse are None. Query t of
-    sequence i has position before[i] + t, and slots from ends[i] on are empty.
+    With a cache k and v are [N, S, G, ...] and sums those of its R = N S slots; norms, o_low and lse are None. Query t
+    of sequence i has position before[i] + t, and slots from ends[i] on are empty.
     """
     BM: tl.constexpr = traits.BM
     BN: tl.constexpr = traits.BN
@@ -68,8 +76,12 @@ def forgetting_attention_kernel(
         l = tl.zeros([BM], tl.float32)
         o_tile = tl.zeros([BM, BLOCK], tl.float32)
         full = tl.minimum(first, end) // BN * BN  # keys of whole tiles that all queries see
-        following = block_end_sum(sums, 0, end, reference, low, traits)
-        for n in range(0, full, BN):
+        if norms is not None:
+            norms += h // (traits.H // traits.G) * sum_slots
+            norms += first_chunk_slot(i, cu, T, traits.SUM_BLOCK, traits.PACKED)
+        needed = first_key(q_tile, sums, norms, first, full, end, reference, traits)
+        following = block_end_sum(sums, needed, end, reference, low, traits)
+        for n in range(needed, full, BN):
             # g of the query is the same for all keys and left out here, relative to the reference
             shift = following
             following = block_end_sum(sums, n + BN, end, reference, low, traits)

@@ -1,4 +1,4 @@
-"""Sums of the log forget gates over each sequence, and the gradients of the gates from those of the sums.
+"""Sums of the log forget gates over each sequence, the gradients of the gates from those of the sums, norms of keys.
 
 B batch, T time, N sequences, H heads, R = B T rows
 """
@@ -6,8 +6,8 @@ B batch, T time, N sequences, H heads, R = B T rows
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
-from deltazoo.backends.triton.device.layout import sequence_bounds
+from deltazoo.backends.triton.attention.kernels.tiles import LOG2E, head_rows, load_rows
+from deltazoo.backends.triton.device.layout import locate_chunk, sequence_bounds
 
 
 @triton.jit(do_not_specialize=["T", "R"])
@@ -58,3 +58,17 @@ def forget_gradients_kernel(d_sums, d_log_f, cu, T, R, H: tl.constexpr, ROWS: tl
         total = after + tl.cumsum(x, 0)
         after += tl.sum(x, 0)
         tl.store(d_log_f + t.to(tl.int64) * H, total, mask=t >= 0)
+
+
+@triton.jit(do_not_specialize=["T", "N", "slots", "k_stride"])
+def key_norms_kernel(k, norms, cu, T, N, slots, k_stride, traits: tl.constexpr):
+    """Write the largest |k|^2 of each block of SUM_BLOCK keys. Grid: G x slots. Writes norms [G, slots]."""
+    head = tl.program_id(0) // slots
+    slot = tl.program_id(0) % slots
+    start, length, first = locate_chunk(slot, cu, N, T, traits.SUM_BLOCK, traits.PACKED)
+    if first < length:
+        k = head_rows(k, start, k_stride, head, traits.KEY, traits)
+        tile = load_rows(k, first, length, k_stride, traits.SUM_BLOCK, True, traits).to(tl.float32)
+        squares = tl.sum(tile * tile, 1)
+        largest = tl.max(squares, 0)
+        tl.store(norms + tl.program_id(0), tl.where(tl.sum(squares, 0) < float("inf"), largest, float("inf")))

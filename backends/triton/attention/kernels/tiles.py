@@ -29,6 +29,7 @@ class AttentionTraits(NamedTuple):
         KEY: numbers from one head of k to the next, E or more.
         BM, BN: queries and keys of a tile; one divides the other.
         SUM_BLOCK, ROW_BLOCK: keys, and queries, of a block to whose end, or start, stored sums are relative.
+        QUERY_TILE: queries of a tile of `query_gradients_kernel`.
         SCALE: factor of q . k. UNIT: a number by which all strides are divisible, for wide loads.
         PACKED: sequences are those of a pack, not the rows of the batch. PREC: input precision of float32 products.
     """
@@ -42,6 +43,7 @@ class AttentionTraits(NamedTuple):
     BN: int
     SUM_BLOCK: int
     ROW_BLOCK: int
+    QUERY_TILE: int
     SCALE: float
     UNIT: int
     PACKED: bool
@@ -88,3 +90,36 @@ def block_end_sum(sums, n, end, reference, low, traits: tl.constexpr):
     """Return g minus `reference` at the end of the block of keys that key n belongs to; end: the number of keys."""
     last = tl.maximum(tl.minimum(n // traits.SUM_BLOCK * traits.SUM_BLOCK + traits.SUM_BLOCK, end) - 1, 0)
     return (tl.load(sums + last) - reference) + tl.load(sums + low + last)
+
+
+@triton.jit
+def first_key(q_tile, sums, norms, first, full, length, reference, traits: tl.constexpr):
+    """Return the first key of a sequence that a tile of queries needs, a multiple of SUM_BLOCK or `full`.
+
+    The keys before have weights below 2^-26 / length each, so that neither o nor a gradient changes by more than the
+    rounding of float32. The weight of a key is at most 2^(x_ts - x_tt), and |q . k| at most |q| |k|.
+    Source: adaptive computation pruning, arXiv 2504.06949.
+
+    Args: norms: |k|^2, the largest of each block of the sequence; None: 0 is returned. full: the first key that some
+        query does not see. reference: high term of g of the first query.
+    """
+    needed = 0
+    if norms is not None:
+        wide = q_tile.to(tl.float32)
+        largest_q = tl.sqrt(tl.max(tl.sum(wide * wide, 1), 0)) * (traits.SCALE * LOG2E)
+        last = (length - 1) // traits.SUM_BLOCK
+        own = tl.maximum(first, 0) // traits.SUM_BLOCK + tl.arange(0, 16)
+        in_tile = (own * traits.SUM_BLOCK < first + traits.BM) & (own <= last)
+        own_k = tl.sqrt(tl.max(tl.load(norms + own, mask=in_tile, other=0.0), 0))
+        blocks = full // traits.SUM_BLOCK
+        needed = blocks
+        least = -26.0 - tl.log2(length.to(tl.float32))
+        for b in range(0, blocks, 64):
+            block = b + tl.arange(0, 64)
+            in_range = block < blocks
+            at_end = block * traits.SUM_BLOCK + traits.SUM_BLOCK - 1
+            gates = reference - tl.load(sums + at_end, mask=in_range, other=0.0)
+            k_norm = tl.sqrt(tl.load(norms + block, mask=in_range, other=0.0))
+            vanishes = largest_q * (k_norm + own_k) + gates < least  # False for NaN
+            needed = tl.minimum(needed, tl.min(tl.where(in_range & (vanishes == 0), block, blocks), 0))
+    return needed * traits.SUM_BLOCK
