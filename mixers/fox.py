@@ -32,7 +32,8 @@ from deltazoo.mixers.parts.gates.forget_gates import (
     gate_channels,
     gate_sums,
     in_gate_dtype,
-    with_gates,
+    keys_with_gates,
+    queries_with_gates,
 )
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
@@ -133,9 +134,8 @@ class FoXMixer(TokenCacheMixer):
             if state is None and context.parallel is None and is_supported(q):
                 o = forgetting_attention(q, k, v, log_f, self.scale, context.cu_seqlens)
             else:
-                o = self._attend_with_channels(
-                    q, k, v, self._sum_gates(log_f, state, new, context), state, new, context
-                )
+                sums = self._sum_gates(log_f, state, new, context)
+                o = self._attend_with_channels(q, k, v, sums, state, new, context)
         o = o.to(x.dtype)
         o = _normalize(self.o_norm, o, x, context)
         if self.to_gate is not None:
@@ -153,20 +153,24 @@ class FoXMixer(TokenCacheMixer):
         new: dict[str, Tensor],
         context: Context,
     ) -> Tensor:
-        """Attend with the gates as channels of q and k, which the cache stores as well."""
+        """Attend with the gates as channels of the keys, which the cache stores as well."""
         q, k, v = in_gate_dtype(q, k, v)
-        q_gates, k = with_gates(q, k, sums, self.scale)
-        if state is None and context.parallel is not None:
-            return attend_split(q_gates, k, v, self.scale, None, context.parallel)
-        if state is None:
-            return attend(q_gates, k, v, self.scale, None, context.cu_seqlens)
-        is_plain = torch.is_grad_enabled() or not is_supported(q_gates) or state["k"].dtype != q.dtype
-        if is_plain:
-            return self.attend_cached(q_gates, k, v, self.scale, state, new, context)
-        self.append({"k": k, "v": v}, state, new, q, context)
+        k = keys_with_gates(k, sums, self.scale)
+        if state is not None and state["k"].dtype == q.dtype and not torch.is_grad_enabled() and is_supported(q):
+            self.append({"k": k, "v": v}, state, new, q, context)
+            return self._attend_cache(q, new, context)
+        q = queries_with_gates(q, self.key_value_heads)
+        if state is not None:
+            return self.attend_cached(q, k, v, self.scale, state, new, context)
+        if context.parallel is not None:
+            return attend_split(q, k, v, self.scale, None, context.parallel)
+        return attend(q, k, v, self.scale, None, context.cu_seqlens)
+
+    def _attend_cache(self, q: Tensor, new: dict[str, Tensor], context: Context) -> Tensor:
+        """Attend by kernels to the cache of the state after the new tokens, without gradients."""
         k, v, ends = new["k"], new["v"], new["seen"]
         if q.shape[1] == 1 and context.cu_seqlens is None:
-            return decode_attention(q_gates, k, v, ends, self.scale)
+            return decode_attention(queries_with_gates(q, self.key_value_heads), k, v, ends, self.scale)
         sums_BSH = gate_sums(k, self.head_width, self.heads, self.scale)
         before = ends - token_counts(q, context)
         return attention_with_cache(q, k, v, sums_BSH, before, ends, self.scale, context.cu_seqlens)

@@ -38,9 +38,9 @@ class AttentionLaunch(NamedTuple):
 
 # phase: by the head width up to 64, 128 and 256, in 16 bits
 _TUNED = {
-    "forward": (AttentionLaunch(64, 64, 4, 2, 128), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(64, 32, 4, 2)),
-    "queries": (AttentionLaunch(64, 64, 4, 2, 168), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(64, 32, 4, 2)),
-    "keys": (AttentionLaunch(64, 64, 4, 2), AttentionLaunch(64, 64, 4, 1), AttentionLaunch(32, 64, 4, 2)),
+    "forward": (AttentionLaunch(64, 64, 4, 2, 128), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(128, 64, 8, 2)),
+    "queries": (AttentionLaunch(64, 64, 4, 2, 168), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(128, 32, 8, 2)),
+    "keys": (AttentionLaunch(64, 64, 4, 2), AttentionLaunch(32, 64, 4, 3), AttentionLaunch(32, 32, 4, 2)),
 }
 _FLOAT32 = AttentionLaunch(32, 32, 4, 2)
 
@@ -59,7 +59,7 @@ def launch_of(phase: Phase, E: int, dtype: torch.dtype, shared_memory: int) -> A
         else:
             break
     rows = launch.keys if phase == "keys" else launch.queries  # of its products; 16 per warp
-    return launch._replace(warps=max(1, min(launch.warps, rows // 16)))
+    return launch._replace(warps=max(4, min(launch.warps, rows // 16)))
 
 
 def _shared_memory(phase: Phase, launch: AttentionLaunch, E: int, dtype: torch.dtype) -> int:

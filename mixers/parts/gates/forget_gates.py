@@ -73,16 +73,24 @@ def with_gates(q: Tensor, k: Tensor, sums_BTH: Tensor, scale: float) -> tuple[Te
     Args: q: [B, T, H, E]; k: [B, T, G, E]; sums_BTH: from `accumulate`; scale: factor on the scores.
     Returns: q [B, T, H, E + X], k [B, T, G, E + X], with X from `gate_channels`.
     """
-    H, (G, E) = q.shape[2], k.shape[2:]
-    group = H // G
-    channels = gate_channels(H, G, E)
+    return queries_with_gates(q, k.shape[2]), keys_with_gates(k, sums_BTH, scale)
+
+
+def queries_with_gates(q: Tensor, key_value_heads: int) -> Tensor:
+    """Append the channels of the gates to q alone, as `with_gates` does."""
+    H, E = q.shape[2:]
+    group = H // key_value_heads
+    channels = gate_channels(H, key_value_heads, E)
     head_H = torch.arange(H, device=q.device) % group
     own_HX = (torch.arange(channels, device=q.device) // TERMS == head_H[:, None]).to(q.dtype) * QUERY
-    terms = torch.unflatten(_split(-sums_BTH / (scale * QUERY)), 2, (G, group)).flatten(3).to(k.dtype)
-    return (
-        torch.cat([q, own_HX.expand(*q.shape[:2], -1, -1)], -1),
-        torch.cat([k, F.pad(terms, (0, channels - terms.shape[-1]))], -1),
-    )
+    return torch.cat([q, own_HX.expand(*q.shape[:2], -1, -1)], -1)
+
+
+def keys_with_gates(k: Tensor, sums_BTH: Tensor, scale: float) -> Tensor:
+    """Append the channels of the gates to k alone, as `with_gates` does."""
+    H, (G, E) = sums_BTH.shape[2], k.shape[2:]
+    terms = torch.unflatten(_split(-sums_BTH / (scale * QUERY)), 2, (G, H // G)).flatten(3).to(k.dtype)
+    return torch.cat([k, F.pad(terms, (0, gate_channels(H, G, E) - terms.shape[-1]))], -1)
 
 
 def gate_sums(k: Tensor, width: int, heads: int, scale: float = 1.0) -> Tensor:
