@@ -282,6 +282,18 @@ LAUNCHES = [
         "test-kernels", "backends/test_triton_norm.py::test_a_gated_norm_and_its_gradients[shape1-dtype0-silu-False]",
     ),
     Mutation(
+        "attention: the sums of the gates lack their low terms", f"{TRITON}/attention/kernels/gates.py",
+        "(scaled - high.to(tl.float64))", "(scaled - scaled)", "test-kernels",
+        "backends/test_triton_attention.py::"
+        "test_gates_after_a_long_forgotten_past_are_as_exact_as_at_the_start[keys as queries]",
+    ),
+    Mutation(
+        "attention: keys with small weights are skipped", f"{TRITON}/attention/kernels/tiles.py",
+        "least = -26.0 - tl.log2(length.to(tl.float32))", "least = 0.0", "test-kernels",
+        "backends/test_triton_attention.py::"
+        "test_forgotten_keys_are_skipped_without_a_change_of_the_results[None-keys as queries]",
+    ),
+    Mutation(
         "glu: the slope of SiLU lacks its second term", "backends/triton/glu/kernels.py",
         "s * (1 + gate * (1 - s))", "s",
         "test-kernels",

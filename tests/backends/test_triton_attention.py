@@ -166,7 +166,9 @@ def test_gates_that_keep_or_forget_everything(gates, tiles):
 @pytest.mark.parametrize("tiles", ["keys as queries"], indirect=True)
 @pytest.mark.parametrize("pack", [None, [0, 31, 31, 90]])
 def test_forgotten_keys_are_skipped_without_a_change_of_the_results(pack, tiles, monkeypatch):
+    """With small queries the bound of the weights is sharp."""
     leaves = draw(1, 100, 2, 1, 16, torch.float32, 8.0)
+    leaves[0].data *= 1e-3
     cu_seqlens = None if pack is None else torch.tensor(pack, dtype=torch.int32, device=DEVICE)
     starts, results = [], []
 
