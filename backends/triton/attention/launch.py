@@ -5,7 +5,7 @@ B batch, T time, S slots of a cache, H query heads, G key-value heads, E head wi
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,6 +92,14 @@ class Operands(NamedTuple):
         """N."""
         return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
 
+    def slots(self, tile: int) -> int:
+        """Return the number of tiles of the queries, or as many keys, of all sequences."""
+        return slots_of(tile, self.q.shape[1], self.sequences, self.cu is not None)
+
+    def unit(self) -> int:
+        """Return a number by which all strides are divisible."""
+        return math.gcd(8, self.heads[2], self.k.shape[2] // self.heads[1], *self.strides)
+
 
 def sum_block(dtype: torch.dtype) -> int:
     """Return the keys of a block to whose end stored sums are relative; no tile of forward and queries has more."""
@@ -103,63 +111,24 @@ def slots_of(tile: int, T: int, N: int, packed: bool) -> int:
     return T // tile + N if packed else N * cdiv(T, tile)
 
 
-def _launch_of(phase: Phase, x: Operands) -> AttentionLaunch:
-    return launch_of(phase, x.heads[2], x.q.dtype, device_spec(device_of(x.q).index).shared_memory)
-
-
 def launch(phase: Phase, kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], scale: float) -> None:
     """Launch a kernel of a phase. Args: tensors: by its parameters, beside the operands."""
-    from deltazoo.backends.triton.runtime.launcher import launcher
-
     config = _launch_of(phase, x)
     tile, heads = (config.keys, x.heads[1]) if phase == "keys" else (config.queries, x.heads[0])
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu, **tensors}
-    options = Options(config.warps, config.stages, config.registers)
-    run = launcher(kernel, tensors, {"traits": _traits(config, x, scale)}, options)
-    numbers = _numbers(x, tile)
-    run(heads * numbers["slots"], numbers)
+    slots = x.slots(tile)
+    _run(kernel, x, tensors, config, scale, slots)(heads * slots)
 
 
 def launch_norms(kernel: Any, x: Operands, norms: Tensor) -> None:
     """Launch the kernel that computes the norms of the keys."""
-    from deltazoo.backends.triton.runtime.launcher import launcher
-
-    traits = {"traits": _traits(_launch_of("forward", x), x, 1.0)}
-    run = launcher(kernel, {"k": x.k, "norms": norms, "cu": x.cu}, traits, Options(4))
-    numbers = _numbers(x, sum_block(x.q.dtype))
-    run(x.heads[1] * numbers["slots"], numbers)
-
-
-def _traits(config: AttentionLaunch, x: Operands, scale: float) -> Any:
-    from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
-
-    H, G, E = x.heads
-    key_width = x.k.shape[2] // G
-    return AttentionTraits(
-        H=H, G=G, E=E, KEY=key_width, BLOCK=max(16, power_of_two(E)), BM=config.queries, BN=config.keys,
-        SUM_BLOCK=sum_block(x.q.dtype), ROW_BLOCK=_launch_of("keys", x).queries,
-        QUERY_TILE=_launch_of("queries", x).queries, SCALE=scale, UNIT=_unit(x), PACKED=x.cu is not None,
-        PREC="tf32" if tf32_allowed() else "tf32x3",
-    )  # fmt: skip
-
-
-def _numbers(x: Operands, tile: int) -> dict[str, int]:
-    """Return the kernels' numbers, with the slots of a tile."""
-    T, N, packed = x.q.shape[1], x.sequences, x.cu is not None
-    tiles = {"slots": tile, "sum_slots": sum_block(x.q.dtype), "query_slots": _launch_of("queries", x).queries}
-    names = ("q_stride", "k_stride", "v_stride")
-    strides = {name: stride // _unit(x) for name, stride in zip(names, x.strides, strict=True)}
-    sizes = {"T": T, "S": x.k.shape[1], "N": N, "R": x.k.shape[0] * x.k.shape[1]}
-    return sizes | strides | {name: slots_of(size, T, N, packed) for name, size in tiles.items()}
-
-
-def _unit(x: Operands) -> int:
-    return math.gcd(8, x.heads[2], x.k.shape[2] // x.heads[1], *x.strides)
+    slots = x.slots(sum_block(x.q.dtype))
+    config = _launch_of("forward", x)._replace(warps=4, stages=1, registers=None)
+    _run(kernel, x, {"norms": norms}, config, 1.0, slots)(x.heads[1] * slots)
 
 
 def query_slots(x: Operands) -> int:
     """Return the number of tiles of the gradients of the queries."""
-    return _numbers(x, 1)["query_slots"]
+    return x.slots(_launch_of("queries", x).queries)
 
 
 def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
@@ -192,3 +161,33 @@ def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: floa
     tensors = {"q": q, "k": k, "v": v, "ends": ends, "partial": partial, "lse": lse, "o": o}
     launcher(decode_attention_kernel, tensors, traits, Options(4, 3))(B * G * parts, {"S": S})
     launcher(combine_parts_kernel, tensors, traits, Options(1))(B * H, {})
+
+
+def _launch_of(phase: Phase, x: Operands) -> AttentionLaunch:
+    return launch_of(phase, x.heads[2], x.q.dtype, device_spec(device_of(x.q).index).shared_memory)
+
+
+def _run(
+    kernel: Any, x: Operands, tensors: Mapping[str, Tensor | None], config: AttentionLaunch, scale: float, slots: int
+) -> Callable[[int], None]:
+    """Prepare a launch; the result takes the number of programs. Args: slots: of the tiles of the programs."""
+    from deltazoo.backends.triton.attention.kernels.tiles import AttentionTraits
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    H, G, E = x.heads
+    unit = x.unit()
+    traits = AttentionTraits(
+        H=H, G=G, E=E, KEY=x.k.shape[2] // G, BLOCK=max(16, power_of_two(E)), BM=config.queries, BN=config.keys,
+        SUM_BLOCK=sum_block(x.q.dtype), ROW_BLOCK=_launch_of("keys", x).queries,
+        QUERY_TILE=_launch_of("queries", x).queries, SCALE=scale, UNIT=unit, PACKED=x.cu is not None,
+        PREC="tf32" if tf32_allowed() else "tf32x3",
+    )  # fmt: skip
+    tensors = {"q": x.q, "k": x.k, "v": x.v, "cu": x.cu, **tensors}
+    run = launcher(kernel, tensors, {"traits": traits}, Options(config.warps, config.stages, config.registers))
+    q_stride, k_stride, v_stride = (stride // unit for stride in x.strides)
+    numbers = {
+        "T": x.q.shape[1], "S": x.k.shape[1], "N": x.sequences, "R": x.k.shape[0] * x.k.shape[1], "slots": slots,
+        "sum_slots": x.slots(sum_block(x.q.dtype)), "query_slots": query_slots(x), "q_stride": q_stride,
+        "k_stride": k_stride, "v_stride": v_stride,
+    }  # fmt: skip
+    return lambda programs: run(programs, numbers)
