@@ -27,10 +27,6 @@ class Mamba3(HeadConfig):
 
     q and k, C and B in the paper, are normalised, get a bias per head and are rotated by angles that accumulate over
     the tokens. a, dt, lambda and the angles depend on the input. A skip connection D v and a SiLU gate follow.
-
-    The two writes of k_t v_t^T, at the tokens t and t + 1, are one write to a state that is read before the next token
-    (`TrapezoidalWrite`), so that the update makes one write per token. This is exact, and the published kernel
-    (state-spaces/mamba, mamba3_siso_fwd.py) sums the two factors in the same way.
     """
 
     name: ClassVar[str] = "mamba3"
@@ -45,11 +41,7 @@ class Mamba3(HeadConfig):
     scale: float | None = Field(default=1.0, allow_inf_nan=False, description="factor on the output; None: K ** -0.5")
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of the norms")
     rotary_fraction: float = Field(default=0.5, gt=0, le=1, description="share of the K channels that rotate")
-    rate: Rate = Field(
-        default="heavy_tail",
-        description="A of dt A: heavy_tail: 1 + y for y >= 0, 1 / (1 - y) below; softplus: log(1 + exp(y)), "
-        "the authors' first release",
-    )
+    rate: Rate = Field(default="heavy_tail", description="A: heavy_tail, or softplus as in the authors' first release")
     output_norm: bool = Field(default=False, description="RMS norm of each head before the gate")
 
     def spec(self) -> UpdateSpec:

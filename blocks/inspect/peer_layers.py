@@ -204,8 +204,8 @@ FLA_LAYERS: dict[str, FlaLayer] = {
     "preconditioned_kda": FlaLayer("PrecondKDA", _head_sizes),
     "raven": FlaLayer(
         "Raven",
-        lambda c, w: _expansions(c, w) | {"num_slots": c.slots, "topk": c.active, "add_gumbel_noise": c.noise},
-        frozenset({"slots", "active", "noise"}),
+        lambda c, w: _expansions(c, w) | {"num_slots": c.slots, "topk": c.active, "add_gumbel_noise": False},
+        frozenset({"slots", "active"}),
     ),
     "rebased": FlaLayer(
         "ReBasedLinearAttention",

@@ -262,26 +262,19 @@ def gsa(w: Weights, x: Tensor, phi: Callable[[Tensor], Tensor] = F.silu, project
     return out(w, rms_norm(w, F.silu(recurrence(p, 1 - a, v, a, scale=1)), dims=2))
 
 
-def raven(
-    w: Weights, x: Tensor, softmax: bool = False, theta: bool = False, phi: Callable[[Tensor], Tensor] = F.silu
-) -> Tensor:
-    """Three active slots. The log decay is Mamba-2's per head, or a sigmoid's per slot if it has no A_log."""
+def raven(w: Weights, x: Tensor, softmax: bool = False, phi: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """Three active slots. The log decay is Mamba-2's per head."""
     q, k, v = qkv(w, x) if w["project.to_qkv.weight"].shape[0] == HV * (2 * K + V) else shared_qkv(w, x)
     q, k = (
         w[f"operands.qk_norm.{name}_norm.weight"] * phi(y) / (phi(y).pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
         for name, y in (("q", q), ("k", k))
     )
-    if theta:
-        q, k = (torch.cat([z.real, z.imag], -1) for z in (rotate(q, T), rotate(k, T)))
     raw = split_heads(linear(w, "operands.slots.proj", x), SLOTS)
     score = raw.softmax(-1) if softmax else raw.sigmoid()
     score = torch.where(score >= score.sort(-1).values[..., -3:-2], score, 0.0)
     route = score if softmax else score / (score.sum(-1, keepdim=True) + 1e-9)
-    if "operands.decay.A_log" in w:
-        dt = torch.log1p(torch.exp(linear(w, "operands.decay.proj", x) + w["operands.decay.dt_bias"]))
-        log_decay = -(torch.exp(w["operands.decay.A_log"]) * dt)[..., None]
-    else:
-        log_decay = split_heads(F.logsigmoid(linear(w, "operands.decay.proj", x)) / 8, SLOTS)
+    dt = torch.log1p(torch.exp(linear(w, "operands.decay.proj", x) + w["operands.decay.dt_bias"]))
+    log_decay = -(torch.exp(w["operands.decay.A_log"]) * dt)[..., None]
     a = per_value_head(torch.exp(route * log_decay))
     keys = scan(
         lambda S, t: a[:, t, ..., None] * S + outer(1 - a[:, t], k[:, t]), lambda S, t: S, zero_state(x, SLOTS, K)
@@ -408,14 +401,11 @@ CASES: dict[str, Case] = {
     ),
     "abc, convolution": (ABCAttention(**HEADS, slots=SLOTS, conv_width=4), abc),
     "raven": (Raven(**HEADS, slots=SLOTS, active=3), raven),
-    "raven, shared keys, softmax router, decay per slot": (
-        Raven(**SHARED, slots=SLOTS, active=3, router="softmax", decay="slot", feature="relu"),
+    "raven, shared keys, softmax router": (
+        Raven(**SHARED, slots=SLOTS, active=3, router="softmax", feature="relu"),
         partial(raven, softmax=True, phi=F.relu),
     ),
-    "raven, rotary, gate": (
-        Raven(**HEADS, slots=SLOTS, active=3, rotary_theta=10000.0, gate=True),
-        partial(raven, theta=True),
-    ),
+    "raven, gate": (Raven(**HEADS, slots=SLOTS, active=3, gate=True), raven),
     "abc": (ABCAttention(**HEADS, slots=SLOTS), abc),
     "rwkv6": (RWKV6(**HEADS, mix_rank=2, decay_rank=3), rwkv6),
 }

@@ -4,6 +4,7 @@ B batch, T time, S slots of a cache, H query heads, G key-value heads, E head wi
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,25 @@ from deltazoo.backends.triton.attention.launch import (
     slots_of,
     sum_block,
 )
-from deltazoo.backends.triton.operands import ready
+from deltazoo.backends.triton.operands import ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
+
+
+class BackwardCall(NamedTuple):
+    """The arguments of the backward operator: those of the forward, its results, and the gradient of o."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_f: Tensor
+    o: Tensor
+    o_low: Tensor
+    sums: Tensor
+    norms: Tensor
+    lse: Tensor
+    d_o: Tensor
+    cu_seqlens: Tensor | None
+    scale: float
 
 
 def _forward(
@@ -40,20 +58,19 @@ def _forward(
     return o, o_low, sums, norms, lse
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor,
-    norms: Tensor, lse: Tensor, d_o: Tensor, cu_seqlens: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from deltazoo.backends.triton.attention.kernels.backward import key_gradients_kernel, query_gradients_kernel
     from deltazoo.backends.triton.attention.kernels.gates import forget_gradients_kernel
 
-    dq, dk, dv, d_log_f = _backward_fake(q, k, v, log_f, o, o_low, sums, norms, lse, d_o, cu_seqlens, scale)
-    rows, d_sums = torch.empty_like(sums[:2]), torch.empty_like(lse)
+    dq, dk, dv, d_log_f = _backward_fake(*arguments)
+    call = BackwardCall(*arguments)
+    q, scale = call.q, call.scale
+    rows, d_sums = torch.empty_like(call.sums[:2]), torch.empty_like(call.lse)
     with torch.cuda.device_of(q):
-        x = Operands.of(q, k, v, _with_tail(cu_seqlens, q.shape[1]))
-        starts = lse.new_empty(q.shape[2], query_slots(x), dtype=torch.int32)
-        shared = {"do": ready(d_o), "sums": sums, "lse": lse, "rows": rows, "starts": starts}
-        of_queries = shared | {"o": ready(o), "o_low": _if_stored(o_low), "norms": norms, "dq": dq}
+        x = Operands.of(q, call.k, call.v, _with_tail(call.cu_seqlens, q.shape[1]))
+        starts = call.lse.new_empty(q.shape[2], query_slots(x), dtype=torch.int32)
+        shared = {"do": ready(call.d_o), "sums": call.sums, "lse": call.lse, "rows": rows, "starts": starts}
+        of_queries = shared | {"o": ready(call.o), "o_low": _if_stored(call.o_low), "norms": call.norms, "dq": dq}
         launch("queries", query_gradients_kernel, x, of_queries, scale)
         launch("keys", key_gradients_kernel, x, shared | {"dk": dk, "dv": dv, "d_sums": d_sums}, scale)
         launch_sums(forget_gradients_kernel, x, {"d_sums": d_sums, "d_log_f": d_log_f})
@@ -107,10 +124,8 @@ def _forward_fake(
     return q.new_empty(q.shape), q.new_empty(q.shape if has_rest else 0), sums, norms, lse
 
 
-def _backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, o: Tensor, o_low: Tensor, sums: Tensor,
-    norms: Tensor, lse: Tensor, d_o: Tensor, cu_seqlens: Tensor | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, log_f = BackwardCall(*arguments)[:4]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), log_f.new_empty(log_f.shape)
 
 
@@ -132,9 +147,7 @@ attention = operator(
     any_layout=True,
 )
 attention_backward = operator(
-    "triton_forgetting_attention_backward(Tensor q, Tensor k, Tensor v, Tensor log_f, Tensor o, Tensor o_low,"
-    " Tensor sums, Tensor norms, Tensor lse, Tensor d_o, Tensor? cu_seqlens, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"triton_forgetting_attention_backward({schema(BackwardCall)}) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
     compiled_ahead(_backward, _backward_fake),
     any_layout=True,

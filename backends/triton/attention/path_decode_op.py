@@ -3,7 +3,7 @@
 B batch, S slots, H query heads, G key-value heads, D key width, V value width
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +43,7 @@ def path_decode_(x: PathToken, cache_k: Tensor, cache_v: Tensor, seen: Tensor, s
     return _decode_op(*x, cache_k, cache_v, seen, scale)
 
 
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, real: Tensor | None, cache_k: Tensor, cache_v: Tensor,
-    seen: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
+def _decode(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton.attention.kernels.path_decode import (
         DecodeTraits,
         path_combine_kernel,
@@ -54,19 +51,21 @@ def _decode(
     )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (B, _, H, D), (G, V), S = q.shape, v.shape[2:], cache_k.shape[1]
+    x = PathToken(*arguments[: len(PathToken._fields)])
+    cache_k, cache_v, seen, scale = arguments[len(x) :]
+    (B, _, H, D), (G, V), S = x.q.shape, x.v.shape[2:], cache_k.shape[1]
     keys, values = cache_k.contiguous(), cache_v.contiguous()
-    o = v.new_empty(B, 1, H, V)
+    o = x.v.new_empty(B, 1, H, V)
     BR, BD, BV = power_of_two(H // G), max(16, power_of_two(D)), max(16, power_of_two(V))
     BS = max(16, min(64, _NUMBERS // (BR * BD)))
-    processors = device_spec(device_of(q).index).processors
+    processors = device_spec(device_of(x.q).index).processors
     splits = power_of_two(max(1, min(_PROGRAMS_PER_SM * processors // max(B * G, 1), cdiv(S, _MIN_SLOTS))))
     partial = None if splits == 1 else o.new_empty(B, H, splits, V + 2, dtype=torch.float32)
-    names = {"q": q, "k": k, "v": v, "w": w, "beta": beta, "real": real, "seen": seen}
-    tensors = {name: None if x is None else x.contiguous() for name, x in names.items()}
+    names = x._asdict() | {"seen": seen}
+    tensors = {name: None if y is None else y.contiguous() for name, y in names.items()}
     tensors |= {"cache_k": keys, "cache_v": values, "o": o, "partial": partial}
     traits = DecodeTraits(H, G, D, V, BR, BD, BV, BS, scale)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(x.q):
         run = launcher(path_decode_kernel, tensors, {"traits": traits}, Options(4))
         run(B * G * splits, {"S": S, "splits": splits})
         if partial is not None:

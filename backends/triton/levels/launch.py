@@ -174,7 +174,7 @@ def backward(x: LevelOperands, d_o: Tensor, d_final: Tensor | None, launch: Leve
         numbers = {"head": head, "blocks": len(window) // group}
         call.run(level_gradients_kernel, call.slots * (len(window) // group), tensors, traits, options, **numbers)
     if parts != H:
-        dq, dk = (y.unflatten(2, (H, parts // H)).sum(3).to(x.q.dtype) for y in (dq, dk))
+        dq, dk = (torch.unflatten(y, 2, (H, parts // H)).sum(3).to(x.q.dtype) for y in (dq, dk))
     return gradients._replace(q=dq, k=dk)
 
 

@@ -88,41 +88,35 @@ class GatedSlots(SlotKeyPass):
 
 
 class RoutedSlots(SlotKeyPass):
-    """log a = r g and w = 1 - a, for the log decay g of earlier parts, [B, T, H] or [B, T, H, M].
+    """log a = r g and w = 1 - a, for the log decay g [B, T, H] of an earlier part.
 
     r is s / sum(s) for the `active` largest of the scores s = sigmoid(W x) of a head, and 0 for the others. With
     score="softmax" r is the softmax of W x instead, without a further normalisation.
 
     Args:
         active: number of slots that are not 0.
-        noise: in training, add Gumbel noise to W x.
     Source: goombalab/raven.
     """
 
-    def __init__(
-        self, shape: HeadShape, slots: int, active: int, score: RouterScore, noise: bool, query_heads: int
-    ) -> None:
+    def __init__(self, shape: HeadShape, slots: int, active: int, score: RouterScore, query_heads: int) -> None:
         super().__init__(shape, slots, query_heads)
-        self.active, self.score, self.noise = active, score, noise
+        self.active, self.score = active, score
 
     def strengths(
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert inputs.log_decay is not None  # the config has a decay part before this one
         raw = torch.unflatten(raw, -1, (self.heads, self.slots))
-        if self.noise and self.training:
-            raw = raw - torch.empty_like(raw).exponential_().log()
         score = raw.sigmoid() if self.score == "sigmoid" else raw.softmax(-1)
         largest, index = score.topk(self.active, dim=-1)
         if self.score == "sigmoid":
             largest = largest / (largest.sum(-1, keepdim=True) + ROUTER_EPS)
         route = torch.zeros_like(score).scatter(-1, index, largest)
-        log_decay = inputs.log_decay if inputs.log_decay.dim() == 4 else inputs.log_decay[..., None]
-        log_decay = (route * log_decay).flatten(2)
+        log_decay = (route * inputs.log_decay[..., None]).flatten(2)
         return log_decay, -torch.expm1(log_decay), None
 
     def extra_repr(self) -> str:
-        return f"slots={self.slots}, active={self.active}, score={self.score!r}, noise={self.noise}"
+        return f"slots={self.slots}, active={self.active}, score={self.score!r}"
 
 
 class SoftmaxSlots(SlotKeyPass, Stateful):
