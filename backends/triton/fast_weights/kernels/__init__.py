@@ -1,0 +1,1 @@
+"""Kernels that keep a model in registers and process the chunks of one sequence and head in order."""
