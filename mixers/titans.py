@@ -12,14 +12,14 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.fast_weights.neural_memory import neural_memory
+from deltazoo.backends.ops.fast_weights.neural_memory_chunks import MemoryOperands
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.memory.token_scan import TokenScan
 from deltazoo.mixers.parts.norms import RMSNorm
 
 GATE_BIASES = (0.0, -2.0, -4.0)  # eta, theta, alpha; the initial weight decay alpha is small
@@ -84,23 +84,25 @@ class TitansMixer(FastWeightMixer):
         for bias, value in zip(self.to_gates.bias.chunk(3), GATE_BIASES, strict=True):
             bias.fill_(value)
 
-    def initial_model(self) -> list[Tensor]:
-        memory = self.memory()
-        return [*memory, *memory, *(torch.zeros_like(layer) for layer in memory)]
-
     def model_shapes(self) -> list[tuple[int, ...]]:
         return [*self.sizes] * 3
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         streams = self.apply_filter("conv", self.to_qkv(x), state, new, context)
-        q, k, v = rearrange(streams, "b t (n h e) -> n b t h e", n=3, h=self.heads).to(state_dtype(x.dtype))
-        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-        place_in_chunk = positions(x, self.token_count(state), context._replace(positions=None)) % self.chunk
-        gates = self.to_gates(x).to(q.dtype).sigmoid().chunk(3, -1)
-        operands = [(place_in_chunk == 0).to(q.dtype), *gates, k, v, q]
-        o = self.scan(SCANS[len(self.sizes)], x, operands, [], state, new, context)
+        q, k, v = rearrange(streams, "b t (n h e) -> n b t h e", n=3, h=self.heads)
+        dtype = state_dtype(x.dtype)
+        q, k = (_unit(y.to(dtype)).to(v.dtype) for y in (q, k))
+        eta, theta, alpha = self.to_gates(x).to(dtype).sigmoid().chunk(3, -1)
+        first = [layer.to(dtype) for layer in self.memory()]
+        stored, spans = self.stored_model(state, dtype), self.spans(x, state, context, self.chunk)
+        o, model = neural_memory(MemoryOperands(q, k, v, eta, theta, alpha, first, stored, spans), self.chunk)
+        self.store_model(model, x, state, new, context)
         y = self.norm(o.flatten(2).to(x.dtype))
         return self.out(y * F.silu(self.to_gate(x)))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class InitialMemory(nn.Module):
@@ -119,41 +121,3 @@ class InitialMemory(nn.Module):
     def forward(self) -> list[Tensor]:
         """Return copies, which stay valid when FSDP2 or an offload hook frees the parameters after the call."""
         return [layer.clone() for layer in self.parameters()]
-
-
-def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Process one token.
-
-    state: layers of M, M' and S, [B, H, inputs, outputs]; operands: start of a chunk [B]; eta, theta, alpha [B, H];
-    k, v, q [B, H, E].
-    """
-    depth = len(state) // 3
-    M, M_start, S = state[:depth], state[depth : 2 * depth], state[2 * depth :]
-    start, eta, theta, alpha, k, v, q = operands
-    starts_chunk = (start > 0)[:, None, None, None]
-    M_start = [torch.where(starts_chunk, now, old) for now, old in zip(M, M_start, strict=True)]
-    eta, theta, alpha = (gate[..., None, None] for gate in (eta, theta, alpha))
-    gradients = _gradients(M_start, k, v)
-    S = [eta * s - theta * g for s, g in zip(S, gradients, strict=True)]
-    M = [(1 - alpha) * m + s for m, s in zip(M, S, strict=True)]
-    return [*M, *M_start, *S], _read(M, q)
-
-
-def _read(M: list[Tensor], q: Tensor) -> Tensor:
-    h = torch.einsum("bhkv,bhk->bhv", M[0], q)
-    return h if len(M) == 1 else torch.einsum("bhkv,bhk->bhv", M[1], F.silu(h))
-
-
-def _gradients(M: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-    """Gradients of |M(k) - v|^2 with respect to each layer."""
-    h = torch.einsum("bhkv,bhk->bhv", M[0], k)
-    if len(M) == 1:
-        return [k[..., :, None] * (2 * (h - v))[..., None, :]]
-    gate = h.sigmoid()
-    inner = h * gate
-    error = 2 * (torch.einsum("bhkv,bhk->bhv", M[1], inner) - v)
-    d_h = torch.einsum("bhkv,bhv->bhk", M[1], error) * gate * (1 + h * (1 - gate))
-    return [k[..., :, None] * d_h[..., None, :], inner[..., :, None] * error[..., None, :]]
-
-
-SCANS = {depth: TokenScan(f"titans_{depth}", step) for depth in (1, 2)}

@@ -10,13 +10,14 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.fast_weights.ttt_linear import ttt_linear
+from deltazoo.backends.ops.fast_weights.ttt_linear_chunks import TTTOperands
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.memory.token_scan import TokenScan
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
 EPS = 1e-6
@@ -87,9 +88,6 @@ class TTTLinearMixer(FastWeightMixer):
             nn.init.zeros_(zero)
         nn.init.ones_(self.gain)
 
-    def initial_model(self) -> list[Tensor]:
-        return [self.W, torch.zeros_like(self.W), self.b, torch.zeros_like(self.b)]
-
     def model_shapes(self) -> list[tuple[int, ...]]:
         H, E = self.heads, self.head_width
         return [(H, E, E)] * 2 + [(H, E)] * 2
@@ -97,16 +95,21 @@ class TTTLinearMixer(FastWeightMixer):
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         qk, v = self.to_qk_v(x).chunk(2, -1)
         q, k = self.apply_filter("conv", torch.cat([qk, qk], -1), state, new, context).chunk(2, -1)
-        place_in_batch = positions(x, self.token_count(state), context._replace(positions=None)) % self.batch
-        q, k, v = (rearrange(y, "b t (h e) -> b t h e", h=self.heads).to(state_dtype(x.dtype)) for y in (q, k, v))
-        rotation = rotation_at(place_in_batch, self.head_width // 2, self.theta, q.dtype)
-        eta = self.rate / self.head_width * self.to_rate(x).to(q.dtype).sigmoid()
-        place_rate = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=q.dtype)
-        place_rate = (place_rate + self.place_rate.to(q.dtype)).clamp(min=0)
-        starts = (place_in_batch == 0).to(q.dtype)
-        operands = [starts, eta, place_rate[place_in_batch], apply_rotary(k, rotation), v, apply_rotary(q, rotation)]
-        o = self.scan(SCAN, x, operands, [self.gain, self.bias, place_rate[-1]], state, new, context)
-        y = self.norm(o.flatten(2)).to(x.dtype)
+        place = positions(x, self.token_count(state), context._replace(positions=None)) % self.batch
+        q, k, v = (rearrange(y, "b t (h e) -> b t h e", h=self.heads) for y in (q, k, v))
+        dtype = state_dtype(x.dtype)
+        rotation = rotation_at(place, self.head_width // 2, self.theta, dtype)
+        q, k = (apply_rotary(y.to(dtype), rotation).to(v.dtype) for y in (q, k))
+        eta = self.rate / self.head_width * self.to_rate(x).to(dtype).sigmoid()
+        place_rate = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=dtype)
+        place_rate = (place_rate + self.place_rate.to(dtype)).clamp(min=0)
+        gain, bias, first_W, first_b = (y.to(dtype) for y in (self.gain, self.bias, self.W, self.b))
+        stored: list[Tensor | None] = [*self.stored_model(state, dtype)]
+        W, G, b, g = stored or [None] * 4
+        spans = self.spans(x, state, context, self.batch)
+        o, model = ttt_linear(TTTOperands(q, k, v, eta, place_rate, gain, bias, first_W, first_b, W, G, b, g, spans))
+        self.store_model(model, x, state, new, context)
+        y = self.norm(o.flatten(2).to(dtype)).to(x.dtype)
         return self.out(y * nn.functional.gelu(self.to_gate(x), approximate="tanh"))
 
 
@@ -116,37 +119,3 @@ class OutputNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         return nn.functional.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
-
-
-def step(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Process one token.
-
-    state: W', G [B, H, E, E], b', g [B, H, E]; G and g are the sums of the steps since the start of the mini-batch.
-    operands: start of a mini-batch [B]; eta [B, H]; rate at the token's place [B]; k, v, q [B, H, E].
-    parameters: gain, bias [H, E]; rate at the last place of a mini-batch [].
-    """
-    W, G, b, g = state
-    start, eta, rate, k, v, q = operands
-    gain, bias, last_rate = parameters
-    starts = start > 0
-    W, G = _start_batch(starts[:, None, None, None], W, G, last_rate)
-    b, g = _start_batch(starts[:, None, None], b, g, last_rate)
-    z = torch.einsum("bhke,bhk->bhe", W, k) + b
-    centred = z - z.mean(-1, keepdim=True)
-    std = (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
-    unit = centred / std
-    d_unit = (gain * unit + bias - (v - k)) * gain
-    d_z = (d_unit - d_unit.mean(-1, keepdim=True) - unit * (d_unit * unit).mean(-1, keepdim=True)) / std
-    d_z = eta[..., None] * d_z
-    G, g = G + k[..., :, None] * d_z[..., None, :], g + d_z
-    read = torch.einsum("bhke,bhk->bhe", W - rate[:, None, None, None] * G, q) + b - rate[:, None, None] * g
-    read = nn.functional.layer_norm(read, read.shape[-1:], eps=EPS)
-    return [W, G, b, g], q + gain * read + bias
-
-
-def _start_batch(starts: Tensor, model: Tensor, steps: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
-    """At the start of a mini-batch, apply the steps of the previous one to the model and set them to zero."""
-    return torch.where(starts, model - rate * steps, model), torch.where(starts, 0.0, steps)
-
-
-SCAN = TokenScan("ttt_linear", step)

@@ -4,6 +4,7 @@ B batch, T time, D width, H heads, E head width
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,14 +15,13 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterMixer
-from deltazoo.mixers.parts.memory.token_scan import TokenScan
 
 
 class FastWeightMixer(FilterMixer, ABC):
-    """Mixer around a `TokenScan` whose initial state is learned.
+    """Mixer around a recurrence whose initial state is learned.
 
     State: the tensors of the filters; those of the model, "model i", which are 0 before the first token, because the
-    scan then starts from the parameters; the number of tokens so far, "seen" [B] int64.
+    recurrence then starts from the parameters; the number of tokens so far, "seen" [B] int64.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -32,10 +32,6 @@ class FastWeightMixer(FilterMixer, ABC):
 
     def split_refusal(self) -> str:
         return "has a recurrence that is not linear in its state: a piece has no map that other ranks could combine"
-
-    @abstractmethod
-    def initial_model(self) -> list[Tensor]:
-        """Return the model before the first token, without a batch dimension."""
 
     @abstractmethod
     def model_shapes(self) -> list[tuple[int, ...]]:
@@ -51,39 +47,35 @@ class FastWeightMixer(FilterMixer, ABC):
         """Return the number of tokens that each sequence has processed, [B]."""
         return None if state is None else state["seen"]
 
-    def scan(
-        self,
-        token_scan: TokenScan,
-        x: Tensor,
-        operands: list[Tensor],
-        parameters: list[Tensor],
-        state: dict[str, Tensor] | None,
-        new: dict[str, Tensor],
-        context: Context,
-    ) -> Tensor:
-        """Run the scan from the state, or from the initial model.
+    def spans(self, x: Tensor, state: dict[str, Tensor] | None, context: Context, chunk: int) -> Tensor:
+        """Return the spans of the sequences, whose chunks start at multiples of `chunk` tokens: [N, 4] int32.
 
-        A sequence without tokens so far starts from the parameters instead of their copy in the state, so that the
-        parameters get a gradient.
+        A sequence without tokens so far is fresh: it starts from the parameters instead of their copy in the state, so
+        that the parameters get a gradient.
         """
-        dtype = operands[-1].dtype
-        initial = self.initial_model()
-        rows = x.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
-        fresh = [tensor.to(dtype).expand(rows, *tensor.shape) for tensor in initial]
-        parameters = [parameter.to(dtype) for parameter in parameters]
+        tokens = token_counts(x, context)
+        if context.cu_seqlens is None:
+            start = torch.arange(x.shape[0], device=x.device) * x.shape[1]
+        else:
+            start = context.cu_seqlens[:-1].long()
+        seen = torch.zeros_like(tokens) if state is None else state["seen"]
+        return torch.stack([start, tokens, seen % chunk, (seen == 0).long()], 1).int()
+
+    def stored_model(self, state: dict[str, Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
+        """Return the tensors of the model in a state; [] without one."""
+        return [] if state is None else [state[f"model {i}"].to(dtype) for i in range(len(self.model_shapes()))]
+
+    def store_model(
+        self, model: Iterable[Tensor], x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor],
+        context: Context,
+    ) -> None:  # fmt: skip
+        """Write the new model and the number of tokens to `new`; the model may have been updated in place."""
         if state is None:
-            return token_scan([tensor.contiguous() for tensor in fresh], operands, parameters, context)[0]
-        seen = state["seen"]
-        old = [state[f"model {i}"] for i in range(len(initial))]
-        start = [
-            torch.where((seen == 0).view(-1, *[1] * (stored.dim() - 1)), first, stored.to(first.dtype))
-            for first, stored in zip(fresh, old, strict=True)
-        ]
-        o, model = token_scan(start, operands, parameters, context)
-        updates = [*((f"model {i}", *pair) for i, pair in enumerate(zip(old, model, strict=True)))]
-        for name, old_tensor, new_tensor in [*updates, ("seen", seen, seen + token_counts(x, context))]:
-            new[name] = write_back(old_tensor, new_tensor)
-        return o
+            return
+        for i, tensor in enumerate(model):
+            old = state[f"model {i}"]
+            new[f"model {i}"] = old if tensor is old else write_back(old, tensor)
+        new["seen"] = write_back(state["seen"], state["seen"] + token_counts(x, context))
 
 
 def resolve_heads(heads: int | None, width: int) -> int:
