@@ -60,6 +60,9 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
         default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: head_width ** -0.5"
     )
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norm of q and k")
+    norm_offset: float = Field(
+        default=0.0, allow_inf_nan=False, description="added to the weights of the norm of q and k; 1 in Qwen3-Next"
+    )
 
     @abstractmethod
     def window_or_none(self) -> int | None:
@@ -138,7 +141,8 @@ class AttentionMixer(Mixer):
         self.qk_norm = config.qk_norm
         norm_widths = sizes[:2] if config.qk_norm == "all" else [self.head_width] * 2
         self.q_norm, self.k_norm = (
-            RMSNorm(norm_width, config.norm_eps) if config.qk_norm else nn.Identity() for norm_width in norm_widths
+            RMSNorm(norm_width, config.norm_eps, offset=config.norm_offset) if config.qk_norm else nn.Identity()
+            for norm_width in norm_widths
         )
         self.to_gate = nn.Linear(width, sizes[0], bias=False) if config.gate else None
         self.out = nn.Linear(sizes[0], width, bias=config.out_bias)

@@ -42,6 +42,7 @@ class LayerSpec(PlainDataModel, Term):
             an MLP.
         mlp: a `Dense` MLP, a `MoE`, or "none" for a layer without an MLP.
         norm_eps: epsilon of the RMS norms, added to the mean square under the root.
+        norm_offset: added to the weights of the RMS norms.
         norm_position: where the norms are, see above.
         residual_scale: factor of the residual connection; needs the position "post".
         share: a label; the layers with the same label are one module, with one set of weights and a state for each
@@ -54,6 +55,7 @@ class LayerSpec(PlainDataModel, Term):
     mixer: MixerConfig | tuple[MixerConfig, ...] | Literal["none"]
     mlp: MlpConfig | Literal["none"] | None = None
     norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    norm_offset: float | None = Field(default=None, allow_inf_nan=False)
     norm_position: NormPosition | None = None
     residual_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     share: str | None = None
@@ -149,11 +151,12 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, width: int, mixers: Sequence[Mixer], mlp: Mlp | None) -> None:
         super().__init__()
         eps = 1e-6 if spec.norm_eps is None else spec.norm_eps
+        offset = spec.norm_offset or 0.0
         self.norm_position = spec.norm_position or "pre"
         self.residual_scale = 1.0 if spec.residual_scale is None else spec.residual_scale
-        self.norm = RMSNorm(width, eps) if mixers else None
+        self.norm = RMSNorm(width, eps, offset=offset) if mixers else None
         self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
-        self.mlp_norm = None if mlp is None else RMSNorm(width, eps)
+        self.mlp_norm = None if mlp is None else RMSNorm(width, eps, offset=offset)
         self.mlp = mlp
         self.checkpointing: Checkpointing = "none"
 

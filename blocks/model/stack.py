@@ -53,10 +53,10 @@ class StackOutput(NamedTuple):
 class Stack(nn.Module):
     """Apply the layers in order, then an RMS norm: x [B, T, D] to [B, T, D]."""
 
-    def __init__(self, width: int, layers: Sequence[Layer], norm_eps: float) -> None:
+    def __init__(self, width: int, layers: Sequence[Layer], norm_eps: float, norm_offset: float = 0.0) -> None:
         super().__init__()
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
-        self.norm = RMSNorm(width, norm_eps)
+        self.norm = RMSNorm(width, norm_eps, offset=norm_offset)
 
     def forward(self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None) -> StackOutput:
         """Run all layers. The returned state is None if `state` is None."""
@@ -106,7 +106,7 @@ class LanguageModel(nn.Module):
         self.embedding_scale, self.logit_cap = spec.embedding_scale, spec.logit_cap
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
-        self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps)
+        self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps, spec.norm_offset)
         self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
         self.reset_parameters()
 

@@ -66,6 +66,8 @@ class StackSpec(PlainDataModel):
             which is expanded to `depth` like `pattern`.
         mlps: the MLP of each name in the pattern `mlp`. A name that is missing here is "dense", "moe" or "none".
         norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
+        norm_offset: added to the weights of the RMS norms, 1 in Gemma and Qwen3-Next, whose checkpoints store weights
+            near 0; the default for all layers.
         norm_position: "pre", "output" or "post", see `LayerSpec`; the default for all layers.
         residual_scale: factor of the residual connections; needs layers with the position "post".
         tied: whether the head shares the embedding's weights.
@@ -84,6 +86,7 @@ class StackSpec(PlainDataModel):
     mlp: MlpConfig | Annotated[str | Term, WithJsonSchema({"type": "string"})] = Dense()
     mlps: dict[str, MlpConfig | Literal["none"]] = Field(default_factory=dict)
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
+    norm_offset: float = Field(default=0.0, allow_inf_nan=False)
     norm_position: NormPosition = "pre"
     residual_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     tied: bool = True
@@ -224,7 +227,7 @@ class StackSpec(PlainDataModel):
 
     def _model(self) -> tuple[object, ...]:
         """Return everything that determines the model; the names of the layers do not."""
-        head = (self.tied, self.norm_eps, self.embedding_scale, self.logit_cap)
+        head = (self.tied, self.norm_eps, self.norm_offset, self.embedding_scale, self.logit_cap)
         return self.width, self.vocab, head, tuple(self.expand())
 
     def unused(self) -> list[str]:
@@ -302,7 +305,7 @@ class StackSpec(PlainDataModel):
 
 
 # Fields of the stack, besides the MLP, that are the defaults of the fields of its layers.
-_LAYER_DEFAULTS = ("norm_eps", "norm_position", "residual_scale", "backend")
+_LAYER_DEFAULTS = ("norm_eps", "norm_offset", "norm_position", "residual_scale", "backend")
 
 
 def preset(name: str) -> StackSpec:

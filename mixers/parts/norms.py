@@ -34,26 +34,36 @@ UnitNormKind = Literal["l2", "l1"]
 
 
 class RMSNorm(nn.Module):
-    """x <- weight * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 (float64 for float64 inputs).
+    """x <- (offset + weight) * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 (float64 for float64).
 
-    Args: weighted: whether there is a weight. Initialisation: weight 1.
+    Args:
+        weighted: whether there is a weight.
+        offset: constant added to the weight; 1 in Gemma and Qwen3-Next, whose stored weights are near 0.
+    Initialisation: weight 1 - offset.
     """
 
-    def __init__(self, size: int, eps: float = 1e-6, weighted: bool = True) -> None:
+    def __init__(self, size: int, eps: float = 1e-6, weighted: bool = True, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size)) if weighted else None
-        self.size, self.eps = size, eps
+        self.size, self.eps, self.offset = size, eps, offset
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
-            nn.init.ones_(self.weight)
+            nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.scale(), self.eps)
+
+    def scale(self) -> Tensor | None:
+        """Return offset + weight; in float32 if there is an offset, because 16 bits would round small weights off."""
+        if self.weight is None or self.offset == 0:
+            return self.weight
+        return self.weight.to(state_dtype(self.weight.dtype)) + self.offset
 
     def extra_repr(self) -> str:
-        return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}"
+        offset = f", offset={self.offset:g}" if self.offset else ""
+        return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}{offset}"
 
 
 class HeadNorm(StatelessOutputPart, Groupable, Fusible):
@@ -231,7 +241,9 @@ def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[
     Use the first result instead of x from here on (`deltazoo.backends.ops.rms_norm.add_rms_norm`).
     """
     if type(norm) is RMSNorm and norm.weight is not None and _has_kernel(norm, norm.weight, x):
-        return add_rms_norm(x, branch, norm.weight, norm.eps)
+        scale = norm.scale()
+        assert scale is not None
+        return add_rms_norm(x, branch, scale, norm.eps)
     x = x if branch is None else x + branch
     return x, norm(x)
 
