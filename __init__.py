@@ -60,6 +60,7 @@ _MODULES = by_name(
         "deltazoo.backends.update.spec": ["UpdateSpec"],
         "deltazoo.backends.update.watch": ["watch"],
         "deltazoo.blocks.training.evaluation": ["Evaluation", "evaluate"],
+        "deltazoo.blocks.checkpoints.pretrained": ["from_pretrained"],
         "deltazoo.blocks.generation.completion": ["Completion", "generate"],
         "deltazoo.blocks.generation.sampling": ["Sampling"],
         "deltazoo.blocks.model.layer": ["LayerSpec"],

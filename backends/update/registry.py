@@ -30,7 +30,8 @@ from deltazoo.backends.update.base import Backend
 
 BACKENDS = "deltazoo.backends"
 MIXERS = "deltazoo.mixers"
-_KIND = {BACKENDS: "backend", MIXERS: "mixer"}
+FAMILIES = "deltazoo.families"  # of checkpoints: see deltazoo.blocks.checkpoints.family
+_KIND = {BACKENDS: "backend", MIXERS: "mixer", FAMILIES: "family"}
 
 # Device type -> backends in order of preference; "" is every other device. The reference runs only when named.
 DEFAULT_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("triton", "compile"), "": ("compile",)}
@@ -73,7 +74,7 @@ def _conflict(group: str, name: str) -> str:
 def names(group: str) -> list[str]:
     """List the installed names of a group, sorted, without importing anything.
 
-    Args: group: `BACKENDS` or `MIXERS`.
+    Args: group: `BACKENDS`, `MIXERS` or `FAMILIES`.
     """
     return sorted({point.name for point in _entry_points(group)})
 

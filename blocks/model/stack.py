@@ -4,6 +4,7 @@ B batch, T time, D width, L vocabulary, N packed sequences
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, cast, get_args
 
 import torch
@@ -22,6 +23,7 @@ from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_pla
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
+from deltazoo.blocks.checkpoints.export import MAX_SHARD_BYTES, Origin, save_pretrained
 from deltazoo.blocks.generation.generate import Prompt, generate_tokens
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.checkpointing import Checkpointing
@@ -103,6 +105,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.run_settings: RunSettings | None = None  # set by `load`: those of the training run
+        self.origin: Origin | None = None  # set by `from_pretrained`
         self.embedding_scale, self.logit_cap = spec.embedding_scale, spec.logit_cap
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
@@ -200,6 +203,28 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Continue prompts of tokens; see `deltazoo.blocks.generate_tokens`. Returns: the new tokens, [B, n] int64."""
         return generate_tokens(self, prompt, sampling, generator)
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        format: str = "transformers",
+        model_type: str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write config.json and the weights in safetensors, in shards with an index if they are large.
+
+        Names, shapes and dtypes are those of the published folders of the family: a model that `from_pretrained` read
+        is written back byte for byte.
+
+        Args:
+            folder: new or empty.
+            format: "transformers".
+            model_type: the family; None: that of the folder the model was read from, or the first that expresses the
+                stack.
+            max_shard_bytes: size of a file, unless a single tensor is larger.
+        Raises: ConfigError: no family expresses the stack, with the reason of each; the folder is not empty.
+        """
+        save_pretrained(self, folder, format, model_type, max_shard_bytes)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,139 @@
+"""Writing a model as a folder of transformers: config.json and safetensors in shards."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.io.errors import ConfigError, cut
+from deltazoo.backends.io.output_path import output_folder
+from deltazoo.backends.update import registry
+from deltazoo.blocks.checkpoints.family import CONFIG, Family, HubConfig, family
+from deltazoo.blocks.checkpoints.rules import Rule
+from deltazoo.blocks.checkpoints.tensor_files import (
+    MAX_SHARD_BYTES,
+    SAFETENSORS,
+    shard_names,
+    shards,
+    write_json,
+    write_shard,
+)
+from deltazoo.blocks.model.interface import ModelSpec
+
+FORMATS = ("transformers",)
+
+
+class Origin(NamedTuple):
+    """The folder that a model was read from: its model type, and the fields of its config.json without effect."""
+
+    model_type: str
+    fields: dict[str, Any]
+
+
+class SavableModel(Protocol):
+    """The part of `LanguageModel` that is written."""
+
+    origin: Origin | None
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+
+def save_pretrained(
+    model: SavableModel,
+    folder: str | Path,
+    format: str = "transformers",  # the name that users of transformers know
+    model_type: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the folder; see `LanguageModel.save_pretrained`."""
+    if format not in FORMATS:
+        raise ConfigError(f"format must be {' or '.join(map(repr, FORMATS))}, got {cut(format)}")
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not an empty folder: choose another")
+    origin = model.origin
+    found, config = choose_family(model.spec, model_type or (origin.model_type if origin else None))
+    tensors = model.state_dict()
+    rules = found.rules(model.spec)
+    check_rules(rules, tensors)
+    sources: dict[str, Rule] = {}
+    sizes: dict[str, int] = {}
+    with torch.device("meta"):
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    for rule in rules:
+        for name, tensor in rule.write(shapes).items():
+            sources[name], sizes[name] = rule, tensor.numel() * tensor.element_size()
+    files = shards(sizes, max_shard_bytes)
+    names = shard_names(len(files))
+    output_folder(target)
+    for file, members in zip(names, files, strict=True):
+        write_shard(target / file, dict(_tensors(members, sources, tensors)))
+    if len(files) > 1:
+        weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
+        metadata = {"total_size": sum(sizes.values())}
+        write_json(target / f"{SAFETENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map})
+    dtype = str(tensors["embedding.weight"].dtype).removeprefix("torch.")
+    kept = origin.fields if origin else {}
+    write_json(target / CONFIG, {**kept, **config, "architectures": [found.architecture], "dtype": dtype})
+
+
+def _tensors(names: list[str], sources: dict[str, Rule], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    written: dict[str, Tensor] = {}
+    last: Rule | None = None
+    for name in names:
+        rule = sources[name]
+        if rule is not last:
+            written, last = rule.write({ours: tensors[ours].detach() for ours in rule.ours}), rule
+        yield name, _own_memory(written[name].cpu())
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares its memory with no other, as safetensors needs it."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
+
+
+def check_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> None:
+    """Raise ConfigError unless each tensor of the model is in exactly one rule: else the family is wrong."""
+    ours = [name for rule in rules for name in rule.ours]
+    wrong = sorted({name for name in ours if ours.count(name) > 1} if len(ours) != len({*ours}) else set())
+    wrong += sorted({*ours} ^ {*tensors})
+    if wrong:
+        raise ConfigError(f"the rules of the family must have each tensor of the model once; wrong: {', '.join(wrong)}")
+
+
+def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict[str, Any]]:
+    """Return the family that expresses a stack, and its config.json.
+
+    Raises: ConfigError: the family, or without a `model_type` any installed one, does not express the stack.
+    """
+    names = [model_type] if model_type else registry.names(registry.FAMILIES)
+    reasons = []
+    for name in names:
+        found = family(name)
+        try:
+            config = {**found.config(spec), "model_type": name}
+            back = type(spec)(**found.stack(HubConfig(config, name)))  # type: ignore[call-arg]
+        except Exception as error:  # see `Family.config`
+            reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            continue
+        if back == spec:
+            return found, config
+        reasons.append(f"{name}: {_first_difference(spec, back)}")
+    kind = f"a model of type {model_type!r} of" if model_type else "any family of"
+    raise ConfigError(f"the stack is not {kind} transformers:\n  " + "\n  ".join(reasons))
+
+
+def _first_difference(spec: ModelSpec, other: ModelSpec) -> str:
+    """Name a field that differs; each stack has the same names of layers where both can be expanded."""
+    for field in ("width", "vocab", "tied", "norm_eps", "norm_offset", "embedding_scale", "logit_cap"):
+        if getattr(spec, field) != getattr(other, field):
+            return f"{field} must be {getattr(other, field)}, got {getattr(spec, field)}"
+    for i, (ours, theirs) in enumerate(zip(spec.expand(), other.expand(), strict=False)):
+        if ours != theirs:
+            return f"layer {i} must be {cut(theirs)}, got {cut(ours)}"
+    return "the number of layers differs"

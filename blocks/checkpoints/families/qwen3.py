@@ -1,0 +1,43 @@
+"""Qwen3, dense: Llama's layers with an RMS norm of each head's q and k."""
+
+from typing import Any, ClassVar
+
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.checkpoints import decoder
+from deltazoo.blocks.checkpoints.families.llama import attention_layer
+from deltazoo.blocks.checkpoints.family import Family, HubConfig
+from deltazoo.blocks.checkpoints.rules import Rule
+from deltazoo.blocks.model.interface import ModelSpec
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.mixers.attention import Attention
+
+HEAD_WIDTH = 128  # of a config without head_dim
+
+
+class Qwen3(Family):
+    """Qwen3, dense; sliding windows are refused."""
+
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    ignored: ClassVar[tuple[str, ...]] = ("max_window_layers", "sliding_window")  # effective only if use_sliding_window
+
+    def stack(self, config: HubConfig) -> dict[str, Any]:
+        config.require(use_sliding_window=False)
+        if other := {*config.get("layer_types", [])} - {"full_attention"}:
+            raise ConfigError(f"config.json: layer_types must be 'full_attention' for Qwen3, got {sorted(other)}")
+        layer = decoder.attention(config, qk_norm="head", **config.rotary())
+        layer = layer.model_copy(update={"head_width": config.get("head_dim", HEAD_WIDTH)})
+        mlp = Dense(width=config["intermediate_size"])
+        return {**decoder.sizes(config), "pattern": "attention", "layers": {"attention": layer}, "mlp": mlp}
+
+    def config(self, spec: ModelSpec) -> dict[str, Any]:
+        layer = spec.expand()[0]
+        return {
+            **decoder.sizes_config(spec),
+            **decoder.attention_config(decoder.first(spec, Attention), spec.width),
+            "intermediate_size": layer.mlp.hidden(spec.width),  # type: ignore[union-attr]
+            "use_sliding_window": False,
+            "sliding_window": None,
+        }
+
+    def rules(self, spec: ModelSpec) -> list[Rule]:
+        return decoder.model_rules(spec, lambda layer: attention_layer(layer, spec.width))

@@ -1,0 +1,155 @@
+"""A family of models in another library's folders: its config.json as a stack and back, and its weight rules.
+
+A package adds a family by an entry point, as deltazoo does for its own:
+
+    [project.entry-points."deltazoo.families"]
+    my_model_type = "my_package.my_module:MyFamily"
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from deltazoo.backends.io.errors import ConfigError, PluginError, cut
+from deltazoo.backends.update import registry
+from deltazoo.blocks.checkpoints.rules import Rule
+from deltazoo.blocks.model.interface import ModelSpec
+
+CONFIG = "config.json"
+_ABSENT = object()
+
+# Fields of any family that do not change the logits. They are written back, except those that describe the file.
+_KEPT = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "max_position_embeddings",
+    "output_router_logits", "router_aux_loss_coef",
+)  # fmt: skip
+_DESCRIPTIONS = (
+    "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
+    "tokenizer_class", "pretraining_tp",
+)  # fmt: skip
+
+
+class HubConfig:
+    """The fields of a config.json. It records which were read, so that none is ignored silently."""
+
+    def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
+        self._values, self._model_type, self._read = values, model_type, set[str]()
+
+    def __getitem__(self, field: str) -> Any:
+        """Return the value of a field. Raises: ConfigError: it is missing."""
+        value = self.get(field, _ABSENT)
+        if value is _ABSENT:
+            raise ConfigError(f"config.json: a model of type {self._model_type!r} needs the field {field}")
+        return value
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """Return the value of a field, or the default if it is missing or null."""
+        self._read.add(field)
+        value = self._values.get(field)
+        return default if value is None else value
+
+    def require(self, **expected: Any) -> None:
+        """Refuse a field with another value than the only one that a stack expresses; a missing field is accepted.
+
+        Raises: ConfigError.
+        """
+        for field, value in expected.items():
+            self._read.add(field)
+            actual = self._values.get(field)
+            if actual is not None and actual != value:
+                raise ConfigError(
+                    f"config.json: {field} must be {value!r} for a model of type {self._model_type!r}, "
+                    f"got {cut(actual)}; deltazoo has no other form of it"
+                )
+
+    def rotary(self, default_theta: float = 10000.0) -> dict[str, Any]:
+        """Return `rotary_theta` and `rotary_fraction` of `Attention`. Raises: ConfigError: the angles are scaled."""
+        for field in ("rope_parameters", "rope_scaling"):
+            kind = (self.get(field) or {}).get("rope_type", (self.get(field) or {}).get("type", "default"))
+            if kind != "default":
+                raise ConfigError(
+                    f"config.json: {field}.rope_type must be 'default', got {cut(kind)}: it is not supported"
+                )
+        given = {"rope_theta": default_theta, "partial_rotary_factor": 1.0}
+        for field in given:
+            if self.get(field) is not None:
+                given[field] = self[field]
+        given |= {field: x for field, x in (self.get("rope_parameters") or {}).items() if field in given}
+        theta = given["rope_theta"]
+        return {
+            "rotary_theta": None if theta is None else float(theta),
+            "rotary_fraction": float(given["partial_rotary_factor"]),
+        }
+
+    def kept(self) -> dict[str, Any]:
+        """Return the fields without effect on the logits that a saved folder keeps."""
+        return {field: self._values[field] for field in _KEPT if field in self._values}
+
+    def check_all_read(self, ignored: tuple[str, ...]) -> None:
+        """Refuse fields that were not read and are set. Raises: ConfigError, which names them."""
+        known = self._read | {*ignored, *_KEPT, *_DESCRIPTIONS}
+        unknown = [field for field, x in self._values.items() if field not in known and x not in (None, False, [], {})]
+        if unknown:
+            raise ConfigError(
+                f"config.json: a model of type {self._model_type!r} with {', '.join(unknown)} is not supported: "
+                "deltazoo does not know the effect on the logits"
+            )
+
+
+class Family(ABC):
+    """How the folders of one `model_type` map to stacks. Subclasses are stateless.
+
+    Class attributes:
+        architecture: the class of transformers, for config.json.
+        dropped: tensors of a folder that no stack uses, as patterns of `fnmatch`: "mtp.*".
+        aliases: other names of tensors that folders have, as regular expressions, and their replacements.
+        ignored: fields of config.json without effect on the logits, beside the common ones.
+        nested: the field of config.json that holds the config of the text model, if there is one.
+    """
+
+    architecture: ClassVar[str]
+    dropped: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
+    nested: ClassVar[str | None] = None
+
+    @abstractmethod
+    def stack(self, config: HubConfig) -> dict[str, Any]:
+        """Return the fields of the `StackSpec`. Raises: ConfigError, which names a field that no stack expresses."""
+
+    @abstractmethod
+    def config(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return the fields of config.json that `stack` reads.
+
+        The result may be wrong for a stack that the family does not express: the caller compares `stack` of it.
+        Any exception says that the family does not express it.
+        """
+
+    @abstractmethod
+    def rules(self, spec: ModelSpec) -> list[Rule]:
+        """Return the rules; each tensor of the model's state dict is in one of them."""
+
+
+def family(model_type: str) -> Family:
+    """Return the family of a `model_type`. Raises: UnknownNameError; PluginError: it is no `Family`."""
+    loaded = registry.load(registry.FAMILIES, model_type)
+    if not (isinstance(loaded, type) and issubclass(loaded, Family)):
+        raise PluginError(
+            f"family {model_type!r} must be a subclass of deltazoo.blocks.checkpoints.Family, got {loaded!r}"
+        )
+    return loaded()
+
+
+def read_config(values: Mapping[str, Any]) -> tuple[str, HubConfig]:
+    """Return the model type and the fields of the text model of a config.json.
+
+    Raises: ConfigError: there is no model type; UnknownNameError.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or ":" in model_type:
+        raise ConfigError(f"config.json: model_type must be the name of a family, got {cut(model_type)}")
+    nested = family(model_type).nested
+    if nested is not None and isinstance(values.get(nested), Mapping):
+        tied = {field: values[field] for field in ("tie_word_embeddings",) if field in values}
+        return model_type, HubConfig({**tied, **values[nested]}, model_type)
+    return model_type, HubConfig(values, model_type)

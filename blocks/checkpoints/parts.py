@@ -1,0 +1,138 @@
+"""Rules of the parts that families share: attention, MLPs, mixtures of experts, gated delta rules, Mamba.
+
+The names of ours are those of a mixer's or MLP's module; the names of theirs are below the module of the same part.
+"""
+
+from typing import NamedTuple
+
+from deltazoo.blocks.checkpoints.rules import Packed, Rule, Side, renamed, rule
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.moe import MoE
+from deltazoo.mixers.attention import AttentionConfig
+from deltazoo.mixers.mamba import Mamba
+from deltazoo.mixers.mamba2 import Mamba2
+
+QKV = {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v"}
+
+
+def attention(config: AttentionConfig, width: int) -> list[Rule]:
+    """Rules of q_proj, k_proj, v_proj, o_proj; q_norm and k_norm; with a gate, q_proj holds q and gate of each head."""
+    heads, key_value_heads, head_width = config.resolve_heads(width)
+    sizes = {"q": heads * head_width, "k": key_value_heads * head_width, "v": key_value_heads * head_width}
+    ours: dict[str, str | Packed] = {"to_qkv.weight": "q k v"}
+    theirs: dict[str, str | Packed] = {**QKV}
+    if config.gate:
+        ours["to_gate.weight"] = "gate"
+        theirs["q_proj.weight"] = Packed("q gate", groups=heads)
+        sizes["gate"] = sizes["q"]
+    names = {"out.weight": "o_proj.weight"}
+    if config.out_bias:
+        names["out.bias"] = "o_proj.bias"
+    if config.qk_norm:
+        names |= {"q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight"}
+    return [rule(ours, theirs, sizes), *renamed(names)]
+
+
+def gated_mlp(config: Dense, width: int) -> list[Rule]:
+    """Rules of gate_proj, up_proj and down_proj."""
+    sizes = dict.fromkeys(("gate", "up"), config.hidden(width))
+    return [
+        rule({"to_hidden.weight": "gate up"}, {"gate_proj.weight": "gate", "up_proj.weight": "up"}, sizes),
+        rule("out.weight", "down_proj.weight"),
+    ]
+
+
+def experts(config: MoE, width: int) -> list[Rule]:
+    """Rules of gate, experts.N, shared_expert and shared_expert_gate."""
+    numbers, hidden = range(config.experts), config.hidden(width)
+    pieces = [f"{kind}.{n}" for n in numbers for kind in ("gate", "up")]
+    inputs = {f"experts.{n}.{kind}_proj.weight": f"{kind}.{n}" for n in numbers for kind in ("gate", "up")}
+    outputs = {f"experts.{n}.down_proj.weight": f"down.{n}" for n in numbers}
+    rules = [
+        rule("router.weight", "gate.weight"),
+        rule(
+            {"to_hidden.weight": Packed(" ".join(pieces), stack=config.experts)}, inputs, dict.fromkeys(pieces, hidden)
+        ),
+        rule(
+            {"out.weight": Packed(" ".join(outputs.values()), stack=config.experts)},
+            outputs,
+            dict.fromkeys(outputs.values(), width),
+        ),
+    ]
+    if config.shared_width is not None:
+        shared = gated_mlp(Dense(width=config.shared_width), width)
+        rules += [each.under("shared.", "shared_expert.") for each in shared]
+    if config.shared_gate:
+        rules.append(rule("shared_gate.weight", "shared_expert_gate.weight"))
+    return rules
+
+
+class DeltaNames(NamedTuple):
+    """Their tensors of a gated delta rule. Pieces: q, k, v, gate, beta, decay; those of the convolution are q, k, v."""
+
+    inputs: Side
+    conv: Side
+    norm: str = "norm.weight"
+    out: str = "out_proj.weight"
+
+
+def gated_delta(names: DeltaNames, sizes: dict[str, int]) -> list[Rule]:
+    """Rules of a gated delta rule. Args: sizes: rows of q, k, v, gate, beta and decay."""
+    ours = {
+        "project.to_qkv.weight": "q k v",
+        "outputs.gate.proj.weight": "gate",
+        "operands.beta.proj.weight": "beta",
+        "operands.decay.proj.weight": "decay",
+    }
+    exact = {"operands.decay.A_log": "A_log", "operands.decay.dt_bias": "dt_bias", "outputs.norm.weight": names.norm}
+    return [
+        rule(ours, names.inputs, sizes),
+        rule({"project.conv.weight": "q k v"}, names.conv, sizes),
+        rule("out.weight", names.out),
+        *renamed(exact, precise=True),
+    ]
+
+
+def mamba(config: Mamba, channels: int) -> list[Rule]:
+    """Rules of Mamba's mixer; `config.inner_norm` "weighted" has Jamba's names of the norms."""
+    selective = "operands.selective."
+    names = {
+        "project.conv.bias": "conv1d.bias",
+        f"{selective}proj.weight": "x_proj.weight",
+        f"{selective}to_step.weight": "dt_proj.weight",
+        "out.weight": "out_proj.weight",
+    }
+    if config.inner_norm == "weighted":
+        names |= {f"{selective}norms.{i}.weight": f"{x}_layernorm.weight" for i, x in enumerate(("dt", "b", "c"))}
+    exact = {f"{selective}to_step.bias": "dt_proj.bias", f"{selective}A_log": "A_log", "outputs.skip.D": "D"}
+    return [
+        rule(
+            {"project.to_v.weight": "x", "outputs.gate.proj.weight": "gate"},
+            {"in_proj.weight": "x gate"},
+            {"x": channels, "gate": channels},
+        ),
+        rule("project.conv.weight", {"conv1d.weight": Packed("all", channels=True)}),
+        *renamed(names),
+        *renamed(exact, precise=True),
+    ]
+
+
+def mamba2(config: Mamba2, width: int) -> list[Rule]:
+    """Rules of Mamba-2's mixer: in_proj holds the gate, x, B, C and dt; the convolution x, B and C."""
+    shape = config.shape(width)
+    inner, keys = shape.value_heads * shape.value_width, shape.heads * shape.key_width
+    sizes = {"gate": inner, "x": inner, "B": keys, "C": keys, "dt": shape.value_heads}
+    ours = {
+        "project.to_qkv.weight": "C B x",
+        "outputs.gate.proj.weight": "gate",
+        "operands.decay.proj.weight": "dt",
+    }
+    exact = {"operands.decay.A_log": "A_log", "operands.decay.dt_bias": "dt_bias", "outputs.skip.D": "D"}
+    names = {"out.weight": "out_proj.weight"} | ({"outputs.norm.weight": "norm.weight"} if config.norm else {})
+    return [
+        rule(ours, {"in_proj.weight": "gate x B C dt"}, sizes),
+        rule({"project.conv.weight": "C B x"}, {"conv1d.weight": Packed("x B C", channels=True)}, sizes),
+        rule({"project.conv.bias": "C B x"}, {"conv1d.bias": "x B C"}, sizes),
+        *renamed(names),
+        *renamed(exact, precise=True),
+    ]

@@ -1,0 +1,120 @@
+"""Reversible rules between the tensors of a model and those of another library's folder.
+
+Both sides of a rule are tensors made of named pieces, which are blocks of rows. The pieces are the same on both sides;
+a side says which of its tensors holds which pieces, in which order. Reading and writing therefore are one operation,
+take the tensors of one side apart and put those of the other together, and neither loses a byte.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.io.errors import ConfigError
+
+
+class Packed(NamedTuple):
+    """How a tensor consists of pieces.
+
+    Args:
+        pieces: names, separated by spaces, in the order of their rows.
+        groups: the rows are interleaved: a block with 1 / groups of the rows of each piece, `groups` times
+            (Qwen3-Next: one block per key head).
+        stack: the first dimension, of this size, counts blocks of rows, such as experts; 0: there is none.
+        channels: dimension 1 is an additional dimension of size 1, as in the weights of `nn.Conv1d`.
+    """
+
+    pieces: str
+    groups: int = 1
+    stack: int = 0
+    channels: bool = False
+
+    def split(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """Return the rows of each piece: views of the tensor, unless the pieces are interleaved."""
+        rows, names = self._rows(tensor), self.pieces.split()
+        if len(names) == 1:
+            return {names[0]: rows}
+        blocks = rows.unflatten(0, (self.groups, -1)).split([sizes[name] // self.groups for name in names], dim=1)
+        return {name: block.flatten(0, 1) for name, block in zip(names, blocks, strict=True)}
+
+    def join(self, pieces: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor that consists of these pieces, contiguous."""
+        parts = [pieces[name] for name in self.pieces.split()]
+        rows = parts[0]
+        if len(parts) > 1:
+            rows = torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        if self.stack:
+            rows = rows.unflatten(0, (self.stack, -1))
+        return (rows.unsqueeze(1) if self.channels else rows).contiguous()
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        if self.stack:
+            return tensor.flatten(0, 1)
+        return tensor.squeeze(1) if self.channels else tensor
+
+
+class Rule(NamedTuple):
+    """A set of tensors of ours, and the set of tensors of theirs with the same pieces.
+
+    Args:
+        ours, theirs: the tensors by name. Ours are not interleaved.
+        sizes: rows of each piece; may be empty if no tensor has more than one piece.
+        precise: `from_pretrained(dtype=...)` leaves these tensors in the dtype of the folder (A_log, dt_bias).
+    """
+
+    ours: Mapping[str, Packed]
+    theirs: Mapping[str, Packed]
+    sizes: Mapping[str, int] = {}
+    precise: bool = False
+
+    def under(self, ours: str, theirs: str) -> "Rule":
+        """Return the rule with prefixes before the names."""
+        return self._replace(
+            ours={ours + name: packed for name, packed in self.ours.items()},
+            theirs={theirs + name: packed for name, packed in self.theirs.items()},
+        )
+
+    def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return their tensors from ours. On the meta device this gives the names, shapes and dtypes."""
+        pieces: dict[str, Tensor] = {}
+        for name, packed in self.ours.items():
+            pieces |= packed.split(tensors[name], self.sizes)
+        return {name: packed.join(pieces) for name, packed in self.theirs.items()}
+
+    def targets(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the views of our tensors into which the pieces are copied."""
+        views: dict[str, Tensor] = {}
+        for name, packed in self.ours.items():
+            if packed.groups != 1:
+                raise ConfigError(f"a rule cannot interleave a tensor of the model, got groups={packed.groups}: {name}")
+            views |= packed.split(tensors[name], self.sizes)
+        return views
+
+
+Side = str | Mapping[str, str | Packed]
+
+
+def rule(ours: Side, theirs: Side, sizes: Mapping[str, int] | None = None, precise: bool = False) -> Rule:
+    """Create a rule. A side that is one tensor of one piece is its name; a packing that is only pieces is their text.
+
+    rule("head.weight", "lm_head.weight")
+    rule({"to_qkv.weight": "q k v"}, {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v"}, sizes)
+    """
+    return Rule(_side(ours), _side(theirs), sizes or {}, precise)
+
+
+def renamed(names: Mapping[str, str], precise: bool = False) -> list[Rule]:
+    """Return a rule for each pair of names, ours and theirs."""
+    return [rule(ours, theirs, precise=precise) for ours, theirs in names.items()]
+
+
+def under(ours: str, theirs: str, rules: Iterable[Rule]) -> list[Rule]:
+    """Return the rules with prefixes before the names of both sides."""
+    return [each.under(ours, theirs) for each in rules]
+
+
+def _side(side: Side) -> dict[str, Packed]:
+    if isinstance(side, str):
+        return {side: Packed("all")}
+    return {name: Packed(packed) if isinstance(packed, str) else packed for name, packed in side.items()}
