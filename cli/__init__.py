@@ -6,7 +6,23 @@ from typing import Annotated
 
 import typer
 
-from deltazoo.cli import bench, build, check, demo, diff, doctor, evaluate, generate, schema, show, train, tune, zoo
+from deltazoo.cli import (
+    bench,
+    build,
+    check,
+    compare,
+    convert,
+    demo,
+    diff,
+    doctor,
+    evaluate,
+    generate,
+    schema,
+    show,
+    train,
+    tune,
+    zoo,
+)
 from deltazoo.cli import list as list_
 from deltazoo.cli.terminal.errors import Debug, report_user_errors
 from deltazoo.cli.terminal.streams import run
@@ -26,6 +42,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.command,
     "generate": generate.command,
     "evaluate": evaluate.command,
+    "convert": convert.command,
+    "compare": compare.command,
     "bench": bench.command,
     "check": check.command,
     "tune": tune.command,

@@ -134,9 +134,7 @@ def family(model_type: str) -> Family:
     """Return the family of a `model_type`. Raises: UnknownNameError; PluginError: it is no `Family`."""
     loaded = registry.load(registry.FAMILIES, model_type)
     if not (isinstance(loaded, type) and issubclass(loaded, Family)):
-        raise PluginError(
-            f"family {model_type!r} must be a subclass of deltazoo.blocks.checkpoints.Family, got {loaded!r}"
-        )
+        raise PluginError(f"family {model_type!r} must be a subclass of Family, got {loaded!r}")
     return loaded()
 
 

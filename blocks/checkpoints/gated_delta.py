@@ -9,15 +9,15 @@ from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 
 
-def mixer(config: HubConfig, **fields: Any) -> GatedDeltaNet:
-    """Return the mixer. Args: fields: of `GatedDeltaNet`, beside the sizes."""
+def mixer(config: HubConfig, norm_eps: float, **fields: Any) -> GatedDeltaNet:
+    """Return the mixer. Args: norm_eps: of the output norm; fields: of `GatedDeltaNet`, beside the sizes."""
     return GatedDeltaNet(
         heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],
         key_width=config["linear_key_head_dim"],
         value_width=config["linear_value_head_dim"],
         conv_width=config.get("linear_conv_kernel_dim", 4),
-        norm_eps=config["rms_norm_eps"],
+        norm_eps=norm_eps,
         **fields,
     )
 
@@ -50,7 +50,7 @@ def qwen_stack(config: HubConfig, default_interval: int = 4) -> dict[str, Any]:
     if not any("partial_rotary_factor" in (config.get(x) or {}) for x in ("rope_parameters",)):
         rotary["rotary_fraction"] = config.get("partial_rotary_factor", 0.25)
     layers = {
-        "linear_attention": mixer(config),
+        "linear_attention": mixer(config, config["rms_norm_eps"]),
         "full_attention": decoder.attention(config, qk_norm="head", gate=True, norm_offset=1.0, **rotary).model_copy(
             update={"head_width": config.get("head_dim", 256)}
         ),

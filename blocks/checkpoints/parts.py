@@ -68,12 +68,16 @@ def experts(config: MoE, width: int) -> list[Rule]:
 
 
 class DeltaNames(NamedTuple):
-    """Their tensors of a gated delta rule. Pieces: q, k, v, gate, beta, decay; those of the convolution are q, k, v."""
+    """Their tensors of a gated delta rule. Pieces: q, k, v, gate, beta, decay; those of the convolution are q, k, v.
+
+    `other_conv` has the rows of q, k and v in the convolutions of folders that were cut at other rows.
+    """
 
     inputs: Side
     conv: Side
     norm: str = "norm.weight"
     out: str = "out_proj.weight"
+    other_conv: dict[str, int] | None = None
 
 
 def gated_delta(names: DeltaNames, sizes: dict[str, int]) -> list[Rule]:
@@ -87,7 +91,7 @@ def gated_delta(names: DeltaNames, sizes: dict[str, int]) -> list[Rule]:
     exact = {"operands.decay.A_log": "A_log", "operands.decay.dt_bias": "dt_bias", "outputs.norm.weight": names.norm}
     return [
         rule(ours, names.inputs, sizes),
-        rule({"project.conv.weight": "q k v"}, names.conv, sizes),
+        rule({"project.conv.weight": "q k v"}, names.conv, sizes)._replace(other_sizes=names.other_conv),
         rule("out.weight", names.out),
         *renamed(exact, precise=True),
     ]

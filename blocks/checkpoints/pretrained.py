@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.io.errors import ConfigError, count
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.backends.update.base import Backend
 from deltazoo.blocks.checkpoints.export import Origin, check_rules
 from deltazoo.blocks.checkpoints.family import CONFIG, Family, family, read_config
 from deltazoo.blocks.checkpoints.rules import Rule
 from deltazoo.blocks.checkpoints.tensor_files import TensorFiles, read_json
+from deltazoo.blocks.model.compilation import run_eagerly
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
@@ -46,7 +47,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     backend: str | Backend | None = None,
 ) -> LanguageModel:
-    """Build a model with the weights of a folder that transformers wrote or can read.
+    """Build a model with the weights of a folder that transformers wrote or can read, in evaluation mode.
 
     The folder has a config.json and the weights in safetensors or PyTorch files, single or in shards with an index.
     Files are mapped, and tensors copied one by one: the memory needed is that of the model and of one tensor. No code
@@ -57,7 +58,7 @@ def from_pretrained(
         device: of the model; None: the CPU.
         dtype: of the weights; None: each has that of the folder. Decays and the weights beside them keep that of the
             folder, which is float32 in most.
-        backend: as for `StackSpec.build`.
+        backend: as for `deltazoo.load`.
     Raises:
         ConfigError: the config has a field that no stack expresses, or tensors are missing, unknown, misshapen,
             duplicated, damaged, NaN or infinite. One error lists them all.
@@ -65,16 +66,17 @@ def from_pretrained(
     """
     source = read_spec(folder)
     files = TensorFiles(Path(folder))
-    with torch.device("meta"):
+    place = torch.device("cpu") if device is None else usable_device(device)
+    with run_eagerly(place), torch.device("meta"):
         model = source.spec.build(backend)
     shapes = model.state_dict()
-    rules = source.family.rules(source.spec)
-    check_rules(rules, shapes)
     theirs, dropped = _their_names(files, source.family)
+    rows = {name: files.infos[actual].shape[0] for name, actual in theirs.items() if files.infos[actual].shape}
+    rules = [rule.fitting(rows) for rule in source.family.rules(source.spec)]
+    check_rules(rules, shapes)
     if source.spec.tied:
         dropped.append("lm_head.weight")
     _refuse(folder, files.problems + _name_problems(rules, shapes, files, theirs, dropped))
-    place = torch.device("cpu") if device is None else usable_device(device)
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
     for rule in rules:
@@ -82,7 +84,7 @@ def from_pretrained(
     _refuse(folder, problems)
     model.load_state_dict(tensors, assign=True)
     model.origin = source.origin
-    return model
+    return model.eval()
 
 
 def _their_names(files: TensorFiles, found: Family) -> tuple[dict[str, str], list[str]]:
@@ -152,7 +154,5 @@ def _read_rule(
 
 def _refuse(folder: str | Path, problems: list[str]) -> None:
     if problems:
-        listed = "\n  ".join(problems)
-        raise ConfigError(
-            f"{folder} cannot be read, and nothing was loaded; {count(len(problems), 'problem')}:\n  {listed}"
-        )
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(f"{folder} cannot be read, and nothing was loaded: {listed}")

@@ -61,12 +61,21 @@ class Rule(NamedTuple):
         ours, theirs: the tensors by name. Ours are not interleaved.
         sizes: rows of each piece; may be empty if no tensor has more than one piece.
         precise: `from_pretrained(dtype=...)` leaves these tensors in the dtype of the folder (A_log, dt_bias).
+        other_sizes: rows of the pieces in folders that another program cut at other rows; they are read, not written.
     """
 
     ours: Mapping[str, Packed]
     theirs: Mapping[str, Packed]
     sizes: Mapping[str, int] = {}
     precise: bool = False
+    other_sizes: Mapping[str, int] | None = None
+
+    def fitting(self, rows: Mapping[str, int]) -> "Rule":
+        """Return the rule with the sizes that a folder has. Args: rows: the first dimension of their tensors."""
+        other = self.other_sizes
+        if other is None or any(rows.get(name) != other[packed.pieces] for name, packed in self.theirs.items()):
+            return self
+        return self._replace(sizes=other)
 
     def under(self, ours: str, theirs: str) -> "Rule":
         """Return the rule with prefixes before the names."""

@@ -67,9 +67,7 @@ class TensorFiles:
                     if Path(file).name != file:
                         raise ConfigError(f"{index}: a file must be in the same folder, got {cut(file)}")
                 return entries
-        raise ConfigError(
-            f"{folder} has no weights: it needs {SAFETENSORS} or {PICKLED}, or one of them as .index.json"
-        )
+        raise ConfigError(f"{folder} has no weights: it needs {SAFETENSORS} or {PICKLED}, or an index of shards")
 
     def _read_file(self, path: Path) -> Iterator[tuple[str, TensorInfo, Any]]:
         if not path.is_file():

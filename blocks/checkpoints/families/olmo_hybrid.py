@@ -11,6 +11,8 @@ from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 
+OUTPUT_NORM_EPS = 1e-5  # a constant of the model, whatever rms_norm_eps is
+
 
 class OlmoHybrid(Family):
     """OLMo Hybrid. With `linear_allow_neg_eigval`, our beta is at most 2 - 2^-6: a saturated beta differs."""
@@ -31,7 +33,7 @@ class OlmoHybrid(Family):
             rotary["rotary_theta"] = None
         attention = decoder.attention(config, qk_norm="all", **rotary)
         layers = {
-            "linear_attention": gated_delta.mixer(config, negative_eigenvalues=negative),
+            "linear_attention": gated_delta.mixer(config, OUTPUT_NORM_EPS, negative_eigenvalues=negative),
             "full_attention": LayerSpec(mixer=attention, norm_position="output"),
         }
         depth = config["num_hidden_layers"]
@@ -73,7 +75,11 @@ class OlmoHybrid(Family):
             norms = ("input_layernorm", "post_attention_layernorm")
             inputs = parts.QKV | {"g_proj.weight": "gate", "b_proj.weight": "beta", "a_proj.weight": "decay"}
             conv = {f"{x}_conv1d.weight": Packed(x, channels=True) for x in "qkv"}
-            names = parts.DeltaNames(inputs, conv, norm="o_norm.weight", out="o_proj.weight")
-            rules += under("mixers.0.", "linear_attn.", parts.gated_delta(names, gated_delta.rows(mixer, width)))
+            rows = gated_delta.rows(mixer, width)
+            channels = rows["q"] + rows["k"] + rows["v"]
+            third = -(-channels // 3)  # transformers 5.23 and 5.24 cut the convolution into thirds when they save it
+            cut = {"q": third, "k": third, "v": channels - 2 * third}
+            names = parts.DeltaNames(inputs, conv, norm="o_norm.weight", out="o_proj.weight", other_conv=cut)
+            rules += under("mixers.0.", "linear_attn.", parts.gated_delta(names, rows))
         ours = ("norm.weight", "mlp_norm.weight")
         return rules + renamed({name: f"{norm}.weight" for name, norm in zip(ours, norms, strict=True)})

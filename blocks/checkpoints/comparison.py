@@ -1,0 +1,106 @@
+"""A folder's model here beside transformers' model of it: logits, loss, greedy tokens, and the output of each layer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+from torch import Tensor
+
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.checkpoints.pretrained import from_pretrained
+from deltazoo.blocks.generation.sampling import Sampling
+from deltazoo.blocks.model.stack import LanguageModel
+
+TOLERANCE = 1e-4  # relative RMS error between two float32 models
+
+
+class Comparison(BaseModel):
+    """The differences of two models with the weights of one folder, in float32.
+
+    Attributes:
+        logits: relative RMS error of the logits.
+        loss, their_loss: mean cross entropy of the tokens, in nats.
+        layers: relative RMS error of each layer's output; the last one is after the final norm.
+        tokens: greedy tokens per prompt: ours by cached decoding, theirs by a forward pass of the whole text.
+        equal_tokens: length of the common beginning of the greedy tokens, the least of all prompts.
+    """
+
+    logits: float
+    loss: float
+    their_loss: float
+    layers: list[float]
+    tokens: int
+    equal_tokens: int
+
+    @property
+    def first_different_layer(self) -> int | None:
+        """Index of the first layer with an error above the tolerance; None: there is none."""
+        return next((i for i, error in enumerate(self.layers) if error > TOLERANCE), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the logits are within the tolerance and all greedy tokens are equal."""
+        return self.logits <= TOLERANCE and self.equal_tokens == self.tokens
+
+
+@torch.no_grad()
+def compare(folder: str | Path, prompts: Tensor | None = None, tokens: int = 16) -> Comparison:
+    """Compare the folder's model with transformers' on the CPU in float32.
+
+    Args:
+        prompts: [B, T] int64; None: two random prompts of 32 tokens.
+        tokens: greedy tokens to decode.
+    Raises: ConfigError: as `from_pretrained`; transformers is not installed.
+    """
+    ours = from_pretrained(folder, dtype=torch.float32).float()
+    theirs = _their_model(folder)
+    if prompts is None:
+        prompts = torch.randint(ours.spec.vocab, (2, 32), generator=torch.Generator().manual_seed(0))
+    hidden, logits = _forward(ours, prompts)
+    output = theirs(prompts, output_hidden_states=True, use_cache=False)
+    expected = output.logits.float()
+    greedy = ours.generate(prompts, Sampling(max_tokens=tokens, temperature=0))
+    text = prompts
+    for _ in range(tokens):
+        text = torch.cat([text, theirs(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    same = (greedy == text[:, prompts.shape[1] :]).long().cumprod(1).sum(1)
+    their_hidden = output.hidden_states[1:]
+    return Comparison(
+        logits=_error(logits, expected),
+        loss=_loss(logits, prompts),
+        their_loss=_loss(expected, prompts),
+        layers=[_error(x, y) for x, y in zip(hidden, their_hidden, strict=True)],
+        tokens=tokens,
+        equal_tokens=int(same.min()),
+    )
+
+
+def _their_model(folder: str | Path) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("compare needs transformers: pip install 'deltazoo[hf]'") from error
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.float().eval()
+
+
+def _forward(model: LanguageModel, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the output of each layer, the last one after the final norm as in transformers, and the logits."""
+    hidden: list[Tensor] = []
+    hooks = [layer.register_forward_hook(lambda *call: hidden.append(call[2].x)) for layer in model.stack.layers]
+    try:
+        features, _ = model.features(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [*hidden[:-1], features], model.logits(features)
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> float:
+    return float(F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
