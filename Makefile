@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # The suites start many processes, which would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kernels test-oldest test-gpu test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-gpu test-families test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -64,6 +64,10 @@ test-integrations: $(READY)
 # Every mixer split over 2, 3 and 4 processes, with random documents and pieces: 6 minutes on two cores.
 test-parallel: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m parallel tests/parallel $(ARGS)
+
+# Folders of transformers of every family of checkpoints, read and written: two minutes on two cores.
+test-families: $(READY)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/families $(ARGS)
 
 # Both, and the GPU tests, which skip themselves without a GPU.
 test-all: test test-kernels

@@ -1,17 +1,18 @@
 """A folder's model here beside transformers' model of it: logits, loss, greedy tokens, and the output of each layer."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained
 from deltazoo.blocks.generation.sampling import Sampling
-from deltazoo.blocks.model.stack import LanguageModel
 
 TOLERANCE = 1e-4  # relative RMS error between two float32 models
 
@@ -22,7 +23,7 @@ class Comparison(BaseModel):
     Attributes:
         logits: relative RMS error of the logits.
         loss, their_loss: mean cross entropy of the tokens, in nats.
-        layers: relative RMS error of each layer's output; the last one is after the final norm.
+        layers: relative RMS error of each layer's output.
         tokens: greedy tokens per prompt: ours by cached decoding, theirs by a forward pass of the whole text.
         equal_tokens: length of the common beginning of the greedy tokens, the least of all prompts.
     """
@@ -58,15 +59,14 @@ def compare(folder: str | Path, prompts: Tensor | None = None, tokens: int = 16)
     theirs = _their_model(folder)
     if prompts is None:
         prompts = torch.randint(ours.spec.vocab, (2, 32), generator=torch.Generator().manual_seed(0))
-    hidden, logits = _forward(ours, prompts)
-    output = theirs(prompts, output_hidden_states=True, use_cache=False)
-    expected = output.logits.float()
+    with _layer_outputs(ours.stack.layers) as hidden, _layer_outputs(theirs.base_model.layers) as their_hidden:
+        logits = ours(prompts)[0]
+        expected = theirs(prompts, use_cache=False).logits
     greedy = ours.generate(prompts, Sampling(max_tokens=tokens, temperature=0))
     text = prompts
     for _ in range(tokens):
         text = torch.cat([text, theirs(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     same = (greedy == text[:, prompts.shape[1] :]).long().cumprod(1).sum(1)
-    their_hidden = output.hidden_states[1:]
     return Comparison(
         logits=_error(logits, expected),
         loss=_loss(logits, prompts),
@@ -86,16 +86,20 @@ def _their_model(folder: str | Path) -> Any:
     return model.float().eval()
 
 
-def _forward(model: LanguageModel, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the output of each layer, the last one after the final norm as in transformers, and the logits."""
-    hidden: list[Tensor] = []
-    hooks = [layer.register_forward_hook(lambda *call: hidden.append(call[2].x)) for layer in model.stack.layers]
+@contextmanager
+def _layer_outputs(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yield a list to which each call of a layer appends its output."""
+    outputs: list[Tensor] = []
+
+    def append(layer: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        outputs.append(output if isinstance(output, Tensor) else output[0])
+
+    hooks = [layer.register_forward_hook(append) for layer in layers]
     try:
-        features, _ = model.features(tokens)
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
-    return [*hidden[:-1], features], model.logits(features)
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -1,0 +1,247 @@
+"""Folders of transformers: one case of each kind. `make test-families` runs every family."""
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+import deltazoo
+from deltazoo import StackSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.update import registry
+from deltazoo.blocks.checkpoints.rules import Packed, rule
+from deltazoo.blocks.checkpoints.tensor_files import TensorFiles
+from deltazoo.cli import app
+from deltazoo.mixers import KDA, Attention
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 19, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 24, "rms_norm_eps": 1e-5, "rope_theta": 50.0, "eos_token_id": 7,
+    }  # fmt: skip
+    return fields | changes
+
+
+def weights() -> dict[str, Tensor]:
+    """Return random tensors by the names of a Llama with the config above."""
+    shapes = {"self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16)}
+    shapes |= {
+        "self_attn.o_proj": (16, 16),
+        "mlp.gate_proj": (24, 16),
+        "mlp.up_proj": (24, 16),
+        "mlp.down_proj": (16, 24),
+    }
+    shapes |= {"input_layernorm": (16,), "post_attention_layernorm": (16,)}
+    names = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in shapes.items()}
+    names |= {"model.embed_tokens.weight": (19, 16), "model.norm.weight": (16,), "lm_head.weight": (19, 16)}
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+def write(folder: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(**changes)))
+    save_file(tensors, folder / FILE)
+    return folder
+
+
+def problem(folder: Path, **arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        deltazoo.from_pretrained(folder, **arguments)
+    return str(caught.value)
+
+
+def test_interleaved_stacked_and_one_channel_tensors_are_taken_apart_and_put_together() -> None:
+    """Rows of two heads: q0 g0 q1 g1, with 2 rows of q and 1 of the gate per head."""
+    x = torch.arange(6.0)[:, None] * torch.ones(3)
+    q_and_gate = rule({"q": "q", "gate": "gate"}, {"both": Packed("q gate", groups=2)}, {"q": 4, "gate": 2})
+    ours = Packed("q gate", groups=2).split(x, q_and_gate.sizes)
+    assert ours["q"][:, 0].tolist() == [0, 1, 3, 4] and ours["gate"][:, 0].tolist() == [2, 5]
+    assert torch.equal(q_and_gate.write(ours)["both"], x)
+    experts = rule({"all": Packed("a b", stack=2)}, {"first": "a", "second": "b"}, {"a": 3, "b": 3})
+    assert torch.equal(experts.write({"all": x.view(2, 3, 3)})["second"], x[3:])
+    conv = rule("conv", {"conv1d": Packed("all", channels=True)})
+    assert conv.write({"conv": x})["conv1d"].shape == (6, 1, 3)
+    assert all(view._is_view() for view in experts.targets({"all": x.view(2, 3, 3)}).values())
+
+
+def test_qwen3_next_has_the_logits_of_transformers_and_equal_bytes(tmp_path: Path) -> None:
+    """Interleaved projections, gated attention, experts, norms with an offset; bfloat16 with A_log in float32."""
+    pytest.importorskip("transformers", minversion="5.23", reason="the config's fields are those of 5.23")
+    import folders
+
+    from deltazoo.blocks.checkpoints.comparison import compare
+
+    folders.write(tmp_path / "a", "qwen3_next", torch.bfloat16)
+    result = compare(tmp_path / "a", tokens=8)
+    assert result.equal and max(result.layers) < 1e-4
+    deltazoo.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    expected, actual = (load_file(tmp_path / x / FILE) for x in "ab")
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor)
+
+
+def test_shards_are_written_and_read(tmp_path: Path) -> None:
+    model = deltazoo.from_pretrained(write(tmp_path / "a", weights()))
+    model.save_pretrained(tmp_path / "b", max_shard_bytes=3000)
+    index = json.loads((tmp_path / "b" / INDEX).read_text())
+    files = {*index["weight_map"].values()}
+    assert len(files) > 2 and not (tmp_path / "b" / FILE).exists()
+    written = {name: x for file in files for name, x in load_file(tmp_path / "b" / file).items()}
+    assert {name: x.tolist() for name, x in written.items()} == {name: x.tolist() for name, x in weights().items()}
+    again = deltazoo.from_pretrained(tmp_path / "b")
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 7
+
+
+def test_pickled_tensors_are_read_and_other_objects_are_not(tmp_path: Path) -> None:
+    folder = write(tmp_path, weights())
+    expected = deltazoo.from_pretrained(folder).state_dict()
+    (folder / FILE).unlink()
+    torch.save(weights(), folder / "pytorch_model.bin")
+    assert all(torch.equal(x, expected[name]) for name, x in deltazoo.from_pretrained(folder).state_dict().items())
+    torch.save(weights() | {"code": Path("x")}, folder / "pytorch_model.bin")
+    assert "pytorch_model.bin is damaged" in problem(folder)
+
+
+def test_one_source_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, weights())
+    alive: list[weakref.ref[Tensor]] = []
+    get = TensorFiles.get
+
+    def counted(files: TensorFiles, name: str) -> Tensor:
+        tensor = get(files, name)
+        assert sum(ref() is not None for ref in alive) <= 1  # the one before is released when this one replaces it
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "get", counted)
+    deltazoo.from_pretrained(folder)
+    assert len(alive) == len(weights())
+
+
+def test_dtype_casts_the_weights(tmp_path: Path) -> None:
+    model = deltazoo.from_pretrained(write(tmp_path, weights()), dtype=torch.bfloat16)
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.embedding.weight, weights()["model.embed_tokens.weight"].bfloat16())
+
+
+def test_one_error_lists_every_wrong_tensor(tmp_path: Path) -> None:
+    tensors = weights()
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(24, 15)
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(1)
+    tensors["lm_head.weight"] = torch.ones(19, 16, dtype=torch.int64)
+    sentence = problem(write(tmp_path, tensors))
+    assert "nothing was loaded" in sentence
+    assert sentence.splitlines()[1:] == [
+        "  model.norm.weight is missing",
+        "  lm_head.weight must be float64, float32, float16 or bfloat16, got torch.int64",
+        "  model.layers.0.mlp.up_proj.weight must have shape [24, 16], got [24, 15]",
+        "  model.layers.7.mlp.up_proj.weight is unknown",
+    ]
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors["model.norm.weight"][3] = float("nan")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
+    sentence = problem(write(tmp_path, tensors))
+    assert "model.norm.weight has values that are NaN" in sentence and "layers.1.mlp.up_proj" in sentence
+
+
+def test_damaged_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
+    names = [*weights()]
+    folder = write(tmp_path, weights())
+    content = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(content[:-9])
+    assert "model.safetensors is damaged" in problem(folder)
+    (folder / FILE).unlink()
+    assert "has no weights" in problem(folder)
+    save_file(weights(), folder / "1.safetensors")
+    save_file({names[0]: weights()[names[0]]}, folder / "2.safetensors")
+    weight_map = dict.fromkeys(names, "1.safetensors") | {names[1]: "2.safetensors", names[2]: "3.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    sentence = problem(folder)
+    assert f"{names[0]} is in two files" in sentence and "3.safetensors is missing" in sentence
+    assert f"{names[1]} is in 1.safetensors, and the index says 2.safetensors" in sentence
+    (folder / INDEX).write_text(json.dumps({"weight_map": {names[0]: "../1.safetensors"}}))
+    assert "must be in the same folder" in problem(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type must be 'default', got 'yarn'"),
+        ({"attention_bias": True}, "attention_bias must be False for a model of type 'llama', got True"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
+        ({"sinks": 4}, "with sinks is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "with quantization_config is not supported"),
+        ({"hidden_size": None}, "needs the field hidden_size"),
+        ({"model_type": "os:system"}, "model_type must be the name of a family"),
+    ],
+)
+def test_a_config_that_no_stack_expresses_is_refused(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    assert sentence in problem(write(tmp_path, weights(), **changes))
+
+
+def test_an_unknown_model_type_names_the_nearest_family(tmp_path: Path) -> None:
+    with pytest.raises(deltazoo.DeltazooError, match="qwen3_next"):
+        deltazoo.from_pretrained(write(tmp_path, weights(), model_type="qwen3_nex"))
+
+
+def test_a_stack_outside_all_families_is_not_written(tmp_path: Path) -> None:
+    model = StackSpec(width=16, depth=1, vocab=9, pattern=KDA(heads=1)).build("reference")
+    with pytest.raises(ConfigError, match=r"not any family of transformers:\n(.*\n)*  llama: "):
+        model.save_pretrained(tmp_path / "a")
+    layer = Attention(heads=2, key_value_heads=2, head_width=8, norm_eps=1e-6, gate=True)
+    model = StackSpec(width=16, depth=1, vocab=9, pattern=layer, mlp={"width": 8}).build()
+    with pytest.raises(ConfigError, match="'llama' of transformers:\n  llama: layer 0 must be"):
+        model.save_pretrained(tmp_path / "a", model_type="llama")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "b").write_text("")
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
+        model.save_pretrained(tmp_path / "b")
+
+
+def test_a_package_adds_a_family_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "family_of_a_test.py").write_text(
+        "from deltazoo.blocks.checkpoints.families.llama import Llama\n"
+        "class Mine(Llama):\n    architecture = 'MineForCausalLM'\n"
+    )
+    info = tmp_path / "mine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[deltazoo.families]\nmine = family_of_a_test:Mine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.refresh()
+    try:
+        model = deltazoo.from_pretrained(write(tmp_path / "a", weights(), model_type="mine"))
+        model.save_pretrained(tmp_path / "b")
+    finally:
+        monkeypatch.undo()
+        registry.refresh()
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("mine", ["MineForCausalLM"])
+
+
+def test_commands_convert_and_compare(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    write(tmp_path / "a", weights())
+    result = CliRunner().invoke(app, ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bfloat16"])
+    assert (
+        result.exit_code == 0 and f"llama, {sum(x.numel() for x in weights().values()):,} parameters" in result.stdout
+    )
+    assert load_file(tmp_path / "b" / FILE)["model.norm.weight"].dtype == torch.bfloat16
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "b"), "--tokens", "4"])
+    assert result.exit_code == 0 and "greedy tokens: 4 of 4 equal" in result.stdout

@@ -1,0 +1,91 @@
+"""Small random models of transformers with uneven sizes, written as folders."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+VOCAB, WIDTH = 53, 32
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+EPS = 1e-3  # large enough that a norm with another epsilon is seen
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": EPS, "intermediate_size": 40}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10
+}  # fmt: skip
+MAMBA = {"state_size": 5, "time_step_rank": 3, "layer_norm_epsilon": EPS}
+
+
+class Model(NamedTuple):
+    """A model of transformers: the names of its classes before "ForCausalLM" and "Config", and its config's fields."""
+
+    name: str
+    config: str
+    fields: dict[str, Any]
+
+
+def rope(**fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", **fields}}
+
+
+MODELS = {
+    "llama": Model("Llama", "LlamaConfig", SIZES | ATTENTION | rope(rope_theta=500.0)),
+    "llama-tied": Model("Llama", "LlamaConfig", SIZES | ATTENTION | {"head_dim": 6, "tie_word_embeddings": True}),
+    "qwen3": Model("Qwen3", "Qwen3Config", SIZES | ATTENTION | {"head_dim": 10} | rope(rope_theta=1e6)),
+    "qwen3-tied": Model("Qwen3", "Qwen3Config", SIZES | ATTENTION | {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3_next": Model(
+        "Qwen3Next", "Qwen3NextConfig", SIZES | ATTENTION | DELTA | EXPERTS | {"head_dim": 16}
+    ),
+    "qwen3_next-scores": Model(
+        "Qwen3Next", "Qwen3NextConfig",
+        SIZES | ATTENTION | DELTA | EXPERTS | {"head_dim": 8, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | rope(rope_theta=99.0, partial_rotary_factor=0.5),
+    ),
+    "qwen3_5_text": Model(
+        "Qwen3_5", "Qwen3_5TextConfig", SIZES | ATTENTION | DELTA | {"head_dim": 16, "linear_conv_kernel_dim": 3}
+    ),
+    "qwen3_5_text-tied": Model(
+        "Qwen3_5", "Qwen3_5TextConfig", SIZES | ATTENTION | DELTA | {"head_dim": 8, "tie_word_embeddings": True}
+    ),
+    "olmo_hybrid": Model("OlmoHybrid", "OlmoHybridConfig", SIZES | ATTENTION | DELTA | rope(rope_theta=None)),
+    "olmo_hybrid-rope": Model(
+        "OlmoHybrid", "OlmoHybridConfig",
+        SIZES | ATTENTION | DELTA | {"linear_allow_neg_eigval": False} | rope(rope_theta=100.0),
+    ),
+    "mamba": Model("Mamba", "MambaConfig", SIZES | MAMBA),
+    "mamba-tied": Model("Mamba", "MambaConfig", SIZES | MAMBA | {"expand": 3, "tie_word_embeddings": True}),
+    "mamba2": Model(
+        "Mamba2", "Mamba2Config",
+        SIZES | {"num_heads": 6, "head_dim": 16, "state_size": 7, "n_groups": 3, "expand": 3, "chunk_size": 8}
+        | {"layer_norm_epsilon": EPS},
+    ),
+    "mamba2-tied": Model(
+        "Mamba2", "Mamba2Config",
+        SIZES | {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 1, "expand": 2, "chunk_size": 8}
+        | {"layer_norm_epsilon": EPS, "tie_word_embeddings": True},
+    ),
+    "falcon_mamba": Model("FalconMamba", "FalconMambaConfig", SIZES | MAMBA | {"mixer_rms_eps": 1e-2}),
+}  # fmt: skip
+
+
+def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Write a random model to a folder. A_log, dt_bias and gated norms are stored in float32, as on the hub."""
+    import transformers
+
+    model = MODELS[name]
+    config = getattr(transformers, model.config)(**model.fields)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{model.name}ForCausalLM")(config)
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.05 if key.endswith("b_proj.weight") else 0.2))
+            if not key.endswith(("A_log", "dt_bias", "linear_attn.norm.weight", ".D")):
+                parameter.data = parameter.data.to(dtype)
+    theirs.config.dtype = dtype
+    theirs.save_pretrained(folder)
