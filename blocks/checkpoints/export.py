@@ -117,7 +117,7 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
         found = family(name)
         try:
             config = {**found.config(spec), "model_type": name}
-            back = type(spec)(**found.stack(HubConfig(config, name)))  # type: ignore[call-arg]
+            back = type(spec)(**found.stack(HubConfig(config, name)))
         except Exception as error:  # see `Family.config`
             reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue

@@ -17,6 +17,7 @@ from deltazoo.blocks.model.interface import ModelSpec
 
 CONFIG = "config.json"
 _ABSENT = object()
+_INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
 # Fields of any family that do not change the logits. They are written back, except those that describe the file.
 _KEPT = (
@@ -62,24 +63,33 @@ class HubConfig:
                     f"got {cut(actual)}; deltazoo has no other form of it"
                 )
 
-    def rotary(self, default_theta: float = 10000.0) -> dict[str, Any]:
-        """Return `rotary_theta` and `rotary_fraction` of `Attention`. Raises: ConfigError: the angles are scaled."""
+    def rotary(self, theta: float = 10000.0, fraction: float = 1.0) -> dict[str, Any]:
+        """Return `rotary_theta` and `rotary_fraction` of `Attention`.
+
+        Args: theta, fraction: the defaults of the family. Raises: ConfigError: the angles are scaled.
+        """
         for field in ("rope_parameters", "rope_scaling"):
             kind = (self.get(field) or {}).get("rope_type", (self.get(field) or {}).get("type", "default"))
             if kind != "default":
                 raise ConfigError(
                     f"config.json: {field}.rope_type must be 'default', got {cut(kind)}: it is not supported"
                 )
-        given = {"rope_theta": default_theta, "partial_rotary_factor": 1.0}
+        given = {"rope_theta": theta, "partial_rotary_factor": fraction}
         for field in given:
             if self.get(field) is not None:
                 given[field] = self[field]
         given |= {field: x for field, x in (self.get("rope_parameters") or {}).items() if field in given}
-        theta = given["rope_theta"]
+        base = given["rope_theta"]
         return {
-            "rotary_theta": None if theta is None else float(theta),
+            "rotary_theta": None if base is None else float(base),
             "rotary_fraction": float(given["partial_rotary_factor"]),
         }
+
+    def without_limits(self, field: str = "time_step_limit") -> None:
+        """Refuse limits of Mamba-2's time step. Raises: ConfigError."""
+        low, high = self.get(field, [0.0, float("inf")])
+        if low != 0 or high not in (_INFINITY, float("inf")):
+            raise ConfigError(f"config.json: {field} must be [0, infinity], got {[low, high]}: no mixer has limits")
 
     def kept(self) -> dict[str, Any]:
         """Return the fields without effect on the logits that a saved folder keeps."""

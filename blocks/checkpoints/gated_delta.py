@@ -8,6 +8,8 @@ from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 
+HEAD_WIDTH = 256  # of the attention of a Qwen3-Next or Qwen3.5 without head_dim
+
 
 def mixer(config: HubConfig, norm_eps: float, **fields: Any) -> GatedDeltaNet:
     """Return the mixer. Args: norm_eps: of the output norm; fields: of `GatedDeltaNet`, beside the sizes."""
@@ -46,14 +48,10 @@ def qwen_stack(config: HubConfig, default_interval: int = 4) -> dict[str, Any]:
     """Return the fields of a stack of Qwen3-Next or Qwen3.5, without the MLP."""
     interval = config.get("full_attention_interval", default_interval)
     kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config["num_hidden_layers"])]
-    rotary = {"rotary_fraction": 0.25, **config.rotary()}
-    if not any("partial_rotary_factor" in (config.get(x) or {}) for x in ("rope_parameters",)):
-        rotary["rotary_fraction"] = config.get("partial_rotary_factor", 0.25)
+    attention = decoder.attention(config, qk_norm="head", gate=True, norm_offset=1.0, **config.rotary(fraction=0.25))
     layers = {
         "linear_attention": mixer(config, config["rms_norm_eps"]),
-        "full_attention": decoder.attention(config, qk_norm="head", gate=True, norm_offset=1.0, **rotary).model_copy(
-            update={"head_width": config.get("head_dim", 256)}
-        ),
+        "full_attention": attention.model_copy(update={"head_width": config.get("head_dim", HEAD_WIDTH)}),
     }
     pattern = decoder.layer_types(config, kinds)
     used = {name: layer for name, layer in layers.items() if name in pattern}

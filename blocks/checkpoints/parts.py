@@ -15,8 +15,17 @@ from deltazoo.mixers.mamba2 import Mamba2
 QKV = {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v"}
 
 
-def attention(config: AttentionConfig, width: int) -> list[Rule]:
-    """Rules of q_proj, k_proj, v_proj, o_proj; q_norm and k_norm; with a gate, q_proj holds q and gate of each head."""
+class AttentionNames(NamedTuple):
+    """Their modules of attention beside q_proj, k_proj and v_proj."""
+
+    out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+
+
+def attention(config: AttentionConfig, width: int, names: AttentionNames | None = None) -> list[Rule]:
+    """Rules of attention; with a gate, q_proj holds q and the gate of each head."""
+    theirs_beside = names or AttentionNames()
     heads, key_value_heads, head_width = config.resolve_heads(width)
     sizes = {"q": heads * head_width, "k": key_value_heads * head_width, "v": key_value_heads * head_width}
     ours: dict[str, str | Packed] = {"to_qkv.weight": "q k v"}
@@ -25,31 +34,38 @@ def attention(config: AttentionConfig, width: int) -> list[Rule]:
         ours["to_gate.weight"] = "gate"
         theirs["q_proj.weight"] = Packed("q gate", groups=heads)
         sizes["gate"] = sizes["q"]
-    names = {"out.weight": "o_proj.weight"}
-    if config.out_bias:
-        names["out.bias"] = "o_proj.bias"
+    modules = {"out": theirs_beside.out}
     if config.qk_norm:
-        names |= {"q_norm.weight": "q_norm.weight", "k_norm.weight": "k_norm.weight"}
-    return [rule(ours, theirs, sizes), *renamed(names)]
+        modules |= {"q_norm": theirs_beside.q_norm, "k_norm": theirs_beside.k_norm}
+    return [rule(ours, theirs, sizes), *renamed({f"{x}.weight": f"{y}.weight" for x, y in modules.items()})]
 
 
-def gated_mlp(config: Dense, width: int) -> list[Rule]:
-    """Rules of gate_proj, up_proj and down_proj."""
+class MlpNames(NamedTuple):
+    """Their modules of a gated MLP, also of an expert."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def gated_mlp(config: Dense, width: int, names: MlpNames | None = None) -> list[Rule]:
+    """Rules of a gated MLP."""
+    gate, up, down = names or MlpNames()
     sizes = dict.fromkeys(("gate", "up"), config.hidden(width))
     return [
-        rule({"to_hidden.weight": "gate up"}, {"gate_proj.weight": "gate", "up_proj.weight": "up"}, sizes),
-        rule("out.weight", "down_proj.weight"),
+        rule({"to_hidden.weight": "gate up"}, {f"{gate}.weight": "gate", f"{up}.weight": "up"}, sizes),
+        rule("out.weight", f"{down}.weight"),
     ]
 
 
-def experts(config: MoE, width: int) -> list[Rule]:
-    """Rules of gate, experts.N, shared_expert and shared_expert_gate."""
+def experts(config: MoE, width: int, router: str = "gate") -> list[Rule]:
+    """Rules of the router, experts.N, shared_expert and shared_expert_gate. Args: router: its name."""
     numbers, hidden = range(config.experts), config.hidden(width)
     pieces = [f"{kind}.{n}" for n in numbers for kind in ("gate", "up")]
     inputs = {f"experts.{n}.{kind}_proj.weight": f"{kind}.{n}" for n in numbers for kind in ("gate", "up")}
     outputs = {f"experts.{n}.down_proj.weight": f"down.{n}" for n in numbers}
     rules = [
-        rule("router.weight", "gate.weight"),
+        rule("router.weight", f"{router}.weight"),
         rule(
             {"to_hidden.weight": Packed(" ".join(pieces), stack=config.experts)}, inputs, dict.fromkeys(pieces, hidden)
         ),

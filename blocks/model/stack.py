@@ -23,7 +23,8 @@ from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_pla
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
-from deltazoo.blocks.checkpoints.export import MAX_SHARD_BYTES, Origin, save_pretrained
+from deltazoo.blocks.checkpoints.export import Origin, save_pretrained
+from deltazoo.blocks.checkpoints.tensor_files import MAX_SHARD_BYTES
 from deltazoo.blocks.generation.generate import Prompt, generate_tokens
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.checkpointing import Checkpointing

@@ -11,7 +11,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 EPS = 1e-3  # large enough that a norm with another epsilon is seen
-ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": EPS, "intermediate_size": 40}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40}
+ATTENTION = HEADS | {"rms_norm_eps": EPS}
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 5,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -69,6 +70,34 @@ MODELS = {
         "Mamba2", "Mamba2Config",
         SIZES | {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 1, "expand": 2, "chunk_size": 8}
         | {"layer_norm_epsilon": EPS, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": Model(
+        "Qwen3_5Moe", "Qwen3_5MoeTextConfig", SIZES | ATTENTION | DELTA | EXPERTS | {"head_dim": 16}
+    ),
+    "bamba": Model(
+        "Bamba", "BambaConfig",
+        SIZES | ATTENTION | {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 7, "mamba_n_groups": 3}
+        | {"mamba_expand": 3, "attn_layer_indices": [1]},
+    ),
+    "jamba": Model(
+        "Jamba", "JambaConfig",
+        SIZES | ATTENTION | {"mamba_d_state": 5, "mamba_dt_rank": 3, "num_experts": 3, "num_hidden_layers": 5}
+        | {"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    ),
+    "jamba-dense": Model(
+        "Jamba", "JambaConfig",
+        SIZES | ATTENTION | {"mamba_d_state": 5, "mamba_dt_rank": 3, "num_experts": 1, "num_experts_per_tok": 1}
+        | {"attn_layer_period": 3, "attn_layer_offset": 1, "tie_word_embeddings": True},
+    ),
+    "lfm2": Model(
+        "Lfm2", "Lfm2Config",
+        SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["conv", "full_attention", "conv"]}
+        | {"tie_word_embeddings": True, "block_multiple_of": 8},
+    ),
+    "lfm2-bias": Model(
+        "Lfm2", "Lfm2Config",
+        SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}
+        | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
     ),
     "falcon_mamba": Model("FalconMamba", "FalconMambaConfig", SIZES | MAMBA | {"mixer_rms_eps": 1e-2}),
 }  # fmt: skip

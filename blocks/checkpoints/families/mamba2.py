@@ -10,8 +10,6 @@ from deltazoo.blocks.checkpoints.rules import Rule, under
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers import mamba2 as mixers
 
-INFINITY = {"__float__": "Infinity"}  # as transformers writes it
-
 
 class Mamba2(Family):
     """Mamba-2; limits of the time step are refused."""
@@ -21,11 +19,7 @@ class Mamba2(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(use_bias=False, use_conv_bias=True, rms_norm=True)
-        low, high = config.get("time_step_limit", [0.0, float("inf")])
-        if low != 0 or high not in (INFINITY, float("inf")):
-            raise ConfigError(
-                f"config.json: time_step_limit must be [0, infinity], got {[low, high]}: no mixer has limits"
-            )
+        config.without_limits()
         mixer = mixers.Mamba2(
             heads=config["n_groups"],
             value_heads=config["num_heads"],

@@ -8,6 +8,7 @@ from deltazoo.blocks.checkpoints.rules import Packed, Rule, under
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.moe import MoE
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 
@@ -29,23 +30,7 @@ class Qwen35Text(Family):
         return {**gated_delta.qwen_config(spec), "intermediate_size": mlp.hidden(spec.width)}
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
-        return decoder.model_rules(spec, lambda layer: self._layer(layer, spec.width))
-
-    def _layer(self, layer: LayerSpec, width: int) -> list[Rule]:
-        (mixer,), mlp = layer.mixers, layer.mlp
-        assert isinstance(mlp, Dense)
-        rules = under("mlp.", "mlp.", parts.gated_mlp(mlp, width))
-        if isinstance(mixer, Attention):
-            return rules + under("mixers.0.", "self_attn.", parts.attention(mixer, width))
-        assert isinstance(mixer, GatedDeltaNet)
-        inputs = {
-            "in_proj_qkv.weight": "q k v",
-            "in_proj_z.weight": "gate",
-            "in_proj_b.weight": "beta",
-            "in_proj_a.weight": "decay",
-        }
-        names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", channels=True)})
-        return rules + under("mixers.0.", "linear_attn.", parts.gated_delta(names, gated_delta.rows(mixer, width)))
+        return decoder.model_rules(spec, lambda layer: qwen35_layer(layer, spec.width))
 
 
 class Qwen35(Qwen35Text):
@@ -55,3 +40,21 @@ class Qwen35(Qwen35Text):
     nested: ClassVar[str | None] = "text_config"
     dropped: ClassVar[tuple[str, ...]] = ("mtp.*", "model.mtp.*", "model.visual.*")
     aliases: ClassVar[dict[str, str]] = {r"^model\.language_model\.": "model."}
+
+
+def qwen35_layer(layer: LayerSpec, width: int) -> list[Rule]:
+    """Rules of a layer, with a dense MLP or experts."""
+    (mixer,), mlp = layer.mixers, layer.mlp
+    assert isinstance(mlp, Dense | MoE)
+    rules = under("mlp.", "mlp.", parts.gated_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width))
+    if isinstance(mixer, Attention):
+        return rules + under("mixers.0.", "self_attn.", parts.attention(mixer, width))
+    assert isinstance(mixer, GatedDeltaNet)
+    inputs = {
+        "in_proj_qkv.weight": "q k v",
+        "in_proj_z.weight": "gate",
+        "in_proj_b.weight": "beta",
+        "in_proj_a.weight": "decay",
+    }
+    names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", channels=True)})
+    return rules + under("mixers.0.", "linear_attn.", parts.gated_delta(names, gated_delta.rows(mixer, width)))

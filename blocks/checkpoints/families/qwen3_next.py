@@ -21,26 +21,14 @@ class Qwen3Next(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(decoder_sparse_step=1, mlp_only_layers=[])
-        experts = MoE(
-            experts=config["num_experts"],
-            active=config["num_experts_per_tok"],
-            width=config["moe_intermediate_size"],
-            normalize=config.get("norm_topk_prob", True),
-            shared_width=config["shared_expert_intermediate_size"],
-            shared_gate=True,
-        )
-        return {**gated_delta.qwen_stack(config), "mlp": experts}
+        return {**gated_delta.qwen_stack(config), "mlp": experts(config)}
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         mlp = spec.expand()[0].mlp
         assert isinstance(mlp, MoE)
         return {
             **gated_delta.qwen_config(spec),
-            "num_experts": mlp.experts,
-            "num_experts_per_tok": mlp.active,
-            "moe_intermediate_size": mlp.hidden(spec.width),
-            "norm_topk_prob": mlp.normalize,
-            "shared_expert_intermediate_size": mlp.shared_width,
+            **experts_config(mlp, spec.width),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
@@ -62,3 +50,26 @@ class Qwen3Next(Family):
         }
         names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", channels=True)})
         return rules + under("mixers.0.", "linear_attn.", parts.gated_delta(names, gated_delta.rows(mixer, width)))
+
+
+def experts(config: HubConfig) -> MoE:
+    """Return the mixture of experts of a config."""
+    return MoE(
+        experts=config["num_experts"],
+        active=config["num_experts_per_tok"],
+        width=config["moe_intermediate_size"],
+        normalize=config.get("norm_topk_prob", True),
+        shared_width=config["shared_expert_intermediate_size"],
+        shared_gate=True,
+    )
+
+
+def experts_config(mlp: MoE, width: int) -> dict[str, Any]:
+    """Return the fields that `experts` reads."""
+    return {
+        "num_experts": mlp.experts,
+        "num_experts_per_tok": mlp.active,
+        "moe_intermediate_size": mlp.hidden(width),
+        "norm_topk_prob": mlp.normalize,
+        "shared_expert_intermediate_size": mlp.shared_width,
+    }
