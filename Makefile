@@ -65,7 +65,7 @@ test-integrations: $(READY)
 test-parallel: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m parallel tests/parallel $(ARGS)
 
-# Folders of transformers of every family of checkpoints, read and written: two minutes on two cores.
+# Folders of transformers of every family of checkpoints, read and written: half a minute on two cores.
 test-families: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) tests/families $(ARGS)
 
