@@ -165,3 +165,23 @@ def test_embeddings_are_scaled_and_logits_capped():
     torch.testing.assert_close(model.loss(tokens, tokens), F.cross_entropy(expected.flatten(0, 1), tokens.flatten()))
     for field in ({"embedding_scale": 2.0}, {"logit_cap": 30.0}, {"norm_position": "post"}):
         assert StackSpec(**spec) != StackSpec(**spec, **field)
+
+
+def test_an_offset_is_added_to_the_weights_of_all_norms_and_to_none_initially() -> None:
+    """In float32, so that a bfloat16 weight near 0 has an effect that it would not have near 1."""
+    sizes = {"width": WIDTH, "depth": 1, "vocab": 9, "mlp": {"width": 12}}
+    attention = {"mixer": "attention", "heads": 2, "qk_norm": "head"}
+    plain = StackSpec(**sizes, pattern="a", layers={"a": attention}).build()
+    offset = StackSpec(**sizes, pattern="a", layers={"a": attention | {"norm_offset": 1.0}}, norm_offset=1.0).build()
+    weights = plain.state_dict()
+    norms = [name for name in weights if "norm" in name]
+    assert len(norms) == 5
+    assert all((offset.state_dict()[name] == 0).all() for name in norms)
+    tokens = torch.arange(8)[None]
+    offset.load_state_dict(weights | {name: torch.full_like(weights[name], 0.25) for name in norms})
+    plain.load_state_dict(weights | {name: torch.full_like(weights[name], 1.25) for name in norms})
+    torch.testing.assert_close(offset(tokens)[0], plain(tokens)[0])
+    norm = offset.bfloat16().stack.norm
+    norm.load_state_dict({"weight": torch.full((WIDTH,), 2.0**-12)})
+    scale = norm.scale()
+    assert scale is not None and scale.dtype == torch.float32 and (scale == 1 + 2.0**-12).all()
