@@ -7,7 +7,7 @@ A package adds a family by an entry point, as deltazoo does for its own:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from deltazoo.backends.io.errors import ConfigError, PluginError, cut
@@ -22,7 +22,7 @@ _INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 # Fields of any family that do not change the logits. They are written back, except those that describe the file.
 _KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "max_position_embeddings",
-    "output_router_logits", "router_aux_loss_coef",
+    "model_max_length", "output_router_logits", "router_aux_loss_coef",
 )  # fmt: skip
 _DESCRIPTIONS = (
     "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
@@ -48,6 +48,13 @@ class HubConfig:
         self._read.add(field)
         value = self._values.get(field)
         return default if value is None else value
+
+    def nested(self, field: str, known: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of a mapping in the config, {} if it is missing. Raises: ConfigError: it has others."""
+        values: dict[str, Any] = self.get(field, {})
+        if unknown := [name for name in values if name not in known]:
+            raise ConfigError(f"config.json: {field} with {', '.join(unknown)} is not supported")
+        return values
 
     def require(self, **expected: Any) -> None:
         """Refuse a field with another value than the only one that a stack expresses; a missing field is accepted.

@@ -9,8 +9,10 @@ from deltazoo.blocks.checkpoints.rules import Packed, Rule, Side, renamed, rule
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.model.moe import MoE
 from deltazoo.mixers.attention import AttentionConfig
+from deltazoo.mixers.kda import KDA
 from deltazoo.mixers.mamba import Mamba
 from deltazoo.mixers.mamba2 import Mamba2
+from deltazoo.mixers.mla import MLA
 
 QKV = {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v"}
 
@@ -58,14 +60,26 @@ def gated_mlp(config: Dense, width: int, names: MlpNames | None = None) -> list[
     ]
 
 
-def experts(config: MoE, width: int, router: str = "gate") -> list[Rule]:
-    """Rules of the router, experts.N, shared_expert and shared_expert_gate. Args: router: its name."""
+class ExpertNames(NamedTuple):
+    """Their modules of a mixture of experts."""
+
+    router: str = "gate"
+    expert: MlpNames = MlpNames()
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+    selection_bias: str = "gate.e_score_correction_bias"
+
+
+def experts(config: MoE, width: int, names: ExpertNames | None = None) -> list[Rule]:
+    """Rules of the router, experts.N, the shared expert and its gate."""
+    names = names or ExpertNames()
+    kinds = {"gate": names.expert.gate, "up": names.expert.up}
     numbers, hidden = range(config.experts), config.hidden(width)
     pieces = [f"{kind}.{n}" for n in numbers for kind in ("gate", "up")]
-    inputs = {f"experts.{n}.{kind}_proj.weight": f"{kind}.{n}" for n in numbers for kind in ("gate", "up")}
-    outputs = {f"experts.{n}.down_proj.weight": f"down.{n}" for n in numbers}
+    inputs = {f"experts.{n}.{module}.weight": f"{kind}.{n}" for n in numbers for kind, module in kinds.items()}
+    outputs = {f"experts.{n}.{names.expert.down}.weight": f"down.{n}" for n in numbers}
     rules = [
-        rule("router.weight", f"{router}.weight"),
+        rule("router.weight", f"{names.router}.weight"),
         rule(
             {"to_hidden.weight": Packed(" ".join(pieces), stack=config.experts)}, inputs, dict.fromkeys(pieces, hidden)
         ),
@@ -77,9 +91,11 @@ def experts(config: MoE, width: int, router: str = "gate") -> list[Rule]:
     ]
     if config.shared_width is not None:
         shared = gated_mlp(Dense(width=config.shared_width), width)
-        rules += [each.under("shared.", "shared_expert.") for each in shared]
+        rules += [each.under("shared.", f"{names.shared}.") for each in shared]
     if config.shared_gate:
-        rules.append(rule("shared_gate.weight", "shared_expert_gate.weight"))
+        rules.append(rule("shared_gate.weight", f"{names.shared_gate}.weight"))
+    if config.selection_bias:
+        rules.append(rule("router.bias", names.selection_bias, precise=True))
     return rules
 
 
@@ -131,7 +147,7 @@ def mamba(config: Mamba, channels: int) -> list[Rule]:
             {"in_proj.weight": "x gate"},
             {"x": channels, "gate": channels},
         ),
-        rule("project.conv.weight", {"conv1d.weight": Packed("all", channels=True)}),
+        rule("project.conv.weight", {"conv1d.weight": Packed("all", axes=(1,))}),
         *renamed(names),
         *renamed(exact, precise=True),
     ]
@@ -151,8 +167,46 @@ def mamba2(config: Mamba2, width: int) -> list[Rule]:
     names = {"out.weight": "out_proj.weight"} | ({"outputs.norm.weight": "norm.weight"} if config.norm else {})
     return [
         rule(ours, {"in_proj.weight": "gate x B C dt"}, sizes),
-        rule({"project.conv.weight": "C B x"}, {"conv1d.weight": Packed("x B C", channels=True)}, sizes),
+        rule({"project.conv.weight": "C B x"}, {"conv1d.weight": Packed("x B C", axes=(1,))}, sizes),
         rule({"project.conv.bias": "C B x"}, {"conv1d.bias": "x B C"}, sizes),
         *renamed(names),
         *renamed(exact, precise=True),
     ]
+
+
+def kda(config: KDA, width: int) -> list[Rule]:
+    """Rules of KDA."""
+    shape = config.shape(width)
+    keys = shape.heads * shape.key_width
+    sizes = {"q": keys, "k": keys, "v": shape.value_heads * shape.value_width}
+    names = {
+        "operands.beta.proj": "b_proj",
+        "operands.decay.proj.0": "f_a_proj",
+        "operands.decay.proj.1": "f_b_proj",
+        "outputs.gate.proj.0": "g_a_proj",
+        "outputs.gate.proj.1": "g_b_proj",
+        "out": "o_proj",
+    }
+    conv = {f"{x}_conv1d.weight": Packed(x, axes=(1,)) for x in "qkv"}
+    return [
+        rule({"project.to_qkv.weight": "q k v"}, QKV, sizes),
+        rule({"project.conv.weight": "q k v"}, conv, sizes),
+        rule("operands.decay.A_log", {"A_log": Packed("all", axes=(0, 1, 3))}, precise=True),
+        *renamed({"operands.decay.dt_bias": "dt_bias", "outputs.norm.weight": "o_norm.weight"}, precise=True),
+        *renamed({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}),
+    ]
+
+
+def mla(config: MLA) -> list[Rule]:
+    """Rules of latent attention without rotary embeddings."""
+    names = {
+        "to_latent": "kv_a_proj_with_mqa",
+        "latent_norm": "kv_a_layernorm",
+        "to_kv": "kv_b_proj",
+        "out": "o_proj",
+    }
+    if config.query_rank is None:
+        names["to_q"] = "q_proj"
+    else:
+        names |= {"to_q.0": "q_a_proj", "to_q.1": "q_a_layernorm", "to_q.2": "q_b_proj"}
+    return renamed({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()})

@@ -22,13 +22,13 @@ class Packed(NamedTuple):
         groups: the rows are interleaved: a block with 1 / groups of the rows of each piece, `groups` times
             (Qwen3-Next: one block per key head).
         stack: the first dimension, of this size, counts blocks of rows, such as experts; 0: there is none.
-        channels: dimension 1 is an additional dimension of size 1, as in the weights of `nn.Conv1d`.
+        axes: dimensions of size 1 that the tensor has in addition: (1,) in the weights of `nn.Conv1d`.
     """
 
     pieces: str
     groups: int = 1
     stack: int = 0
-    channels: bool = False
+    axes: tuple[int, ...] = ()
 
     def split(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the rows of each piece: views of the tensor, unless the pieces are interleaved."""
@@ -46,12 +46,14 @@ class Packed(NamedTuple):
             rows = torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
         if self.stack:
             rows = rows.unflatten(0, (self.stack, -1))
-        return (rows.unsqueeze(1) if self.channels else rows).contiguous()
+        for axis in self.axes:
+            rows = rows.unsqueeze(axis)
+        return rows.contiguous()
 
     def _rows(self, tensor: Tensor) -> Tensor:
         if self.stack:
             return tensor.flatten(0, 1)
-        return tensor.squeeze(1) if self.channels else tensor
+        return tensor.squeeze(self.axes) if self.axes else tensor
 
 
 class Rule(NamedTuple):

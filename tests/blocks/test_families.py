@@ -69,7 +69,7 @@ def test_interleaved_stacked_and_one_channel_tensors_are_taken_apart_and_put_tog
     assert torch.equal(q_and_gate.write(ours)["both"], x)
     experts = rule({"all": Packed("a b", stack=2)}, {"first": "a", "second": "b"}, {"a": 3, "b": 3})
     assert torch.equal(experts.write({"all": x.view(2, 3, 3)})["second"], x[3:])
-    conv = rule("conv", {"conv1d": Packed("all", channels=True)})
+    conv = rule("conv", {"conv1d": Packed("all", axes=(1,))})
     assert conv.write({"conv": x})["conv1d"].shape == (6, 1, 3)
     assert all(view._is_view() for view in experts.targets({"all": x.view(2, 3, 3)}).values())
 
@@ -245,3 +245,24 @@ def test_commands_convert_and_compare(tmp_path: Path) -> None:
     assert load_file(tmp_path / "b" / FILE)["model.norm.weight"].dtype == torch.bfloat16
     result = CliRunner().invoke(app, ["compare", str(tmp_path / "b"), "--tokens", "4"])
     assert result.exit_code == 0 and "greedy tokens: 4 of 4 equal" in result.stdout
+
+
+def test_a_family_has_at_most_120_lines() -> None:
+    folder = Path(deltazoo.__file__).parent / "blocks" / "checkpoints" / "families"
+    lengths = {path.name: len(path.read_text().splitlines()) for path in folder.glob("*.py")}
+    assert len(lengths) > 9
+    assert {name: length for name, length in lengths.items() if length > 120} == {}
+
+
+def test_a_trained_model_is_converted(tmp_path: Path) -> None:
+    from deltazoo.blocks.checkpoints.conversion import convert
+
+    layer = Attention(heads=2, key_value_heads=1, head_width=8)
+    spec = StackSpec(width=16, depth=1, vocab=256, pattern=layer, mlp={"width": 8})
+    (tmp_path / "text").write_text("to be or not to be, that is the question. " * 40)
+    run = deltazoo.TrainConfig(steps=1, length=8, batch=2, compile=False)
+    deltazoo.train(spec, tmp_path / "run", tmp_path / "text", run)
+    assert convert(tmp_path / "run", tmp_path / "out") == ("llama", 256 * 16 + 16 * 16 * 3 + 16 * 8 * 3 + 3 * 16)
+    read, trained = deltazoo.from_pretrained(tmp_path / "out"), deltazoo.load(tmp_path / "run")
+    assert read.spec == trained.spec
+    assert all(torch.equal(x, trained.state_dict()[name]) for name, x in read.state_dict().items())

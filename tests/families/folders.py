@@ -89,6 +89,13 @@ MODELS = {
         SIZES | ATTENTION | {"mamba_d_state": 5, "mamba_dt_rank": 3, "num_experts": 1, "num_experts_per_tok": 1}
         | {"attn_layer_period": 3, "attn_layer_offset": 1, "tie_word_embeddings": True},
     ),
+    "kimi_linear": Model(
+        "KimiLinear", "KimiLinearConfig",
+        SIZES | {"rms_norm_eps": EPS, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4}
+        | {"kv_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "linear_num_heads": 3}
+        | {"linear_head_dim": 8, "moe_intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "n_shared_experts": 2},
+    ),
     "lfm2": Model(
         "Lfm2", "Lfm2Config",
         SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["conv", "full_attention", "conv"]}
@@ -116,5 +123,8 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
             parameter.add_(torch.randn_like(parameter) * (0.05 if key.endswith("b_proj.weight") else 0.2))
             if not key.endswith(("A_log", "dt_bias", "linear_attn.norm.weight", ".D")):
                 parameter.data = parameter.data.to(dtype)
+        for key, buffer in theirs.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer))
     theirs.config.dtype = dtype
     theirs.save_pretrained(folder)

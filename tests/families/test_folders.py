@@ -39,10 +39,12 @@ def test_logits_layers_and_greedy_tokens_equal_those_of_transformers(name: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", folders.MODELS)
 def test_round_trip_gives_equal_bytes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """OLMo Hybrid is written by our exporter first: that of transformers cuts its convolutions at wrong rows."""
+    """Two are written by our exporter first: that of transformers cuts the convolutions of OLMo Hybrid at wrong rows,
+    and gives the dense MLPs of Kimi Linear the name of the experts.
+    """
     source = tmp_path / "source"
     folders.write(source, name, dtype)
-    if name.startswith("olmo"):
+    if name.startswith(("olmo", "kimi")):
         convert(source, tmp_path / "exact")
         source = tmp_path / "exact"
     deltazoo.from_pretrained(source).save_pretrained(tmp_path / "ours", max_shard_bytes=20_000)
@@ -95,3 +97,18 @@ def test_qwen3_5_with_a_vision_tower_drops_it(tmp_path: Path) -> None:
     save_file(renamed | extra, whole / "model.safetensors")
     expected, actual = deltazoo.from_pretrained(text), deltazoo.from_pretrained(whole)
     assert_same_bytes(actual.state_dict(), expected.state_dict())
+
+
+def test_the_hub_fields_of_kimi_linear_give_the_stack_of_those_of_transformers(tmp_path: Path) -> None:
+    folders.write(tmp_path, "kimi_linear")
+    expected = deltazoo.from_pretrained(tmp_path).spec
+    config = json.loads((tmp_path / "config.json").read_text())
+    types = config.pop("layer_types")
+    places = {kind: [i + 1 for i, other in enumerate(types) if other == kind] for kind in types}
+    hub = {"num_heads": config.pop("linear_num_heads"), "head_dim": config.pop("linear_head_dim")}
+    hub |= {"full_attn_layers": places["full_attention"], "kda_layers": places["linear_attention"]}
+    hub["short_conv_kernel_size"] = config.pop("linear_conv_kernel_dim")
+    del config["mlp_layer_types"]
+    config |= {"linear_attn_config": hub, "first_k_dense_replace": 1, "moe_layer_freq": 1, "use_grouped_topk": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert deltazoo.from_pretrained(tmp_path).spec == expected

@@ -78,7 +78,11 @@ class Jamba(Family):
     def _layer(self, layer: LayerSpec, width: int) -> list[Rule]:
         (mixer,), mlp = layer.mixers, layer.mlp
         assert isinstance(mlp, Dense | MoE)
-        branch = parts.gated_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width, router="router")
+        branch = (
+            parts.gated_mlp(mlp, width)
+            if isinstance(mlp, Dense)
+            else parts.experts(mlp, width, parts.ExpertNames("router"))
+        )
         rules = under("mlp.", "feed_forward.", branch)
         if isinstance(mixer, Attention):
             return rules + under("mixers.0.", "self_attn.", parts.attention(mixer, width))

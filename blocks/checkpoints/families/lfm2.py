@@ -80,7 +80,7 @@ class Lfm2(Family):
         maps = {"to_bcx": "in_proj", "out": "out_proj"}
         kinds = ("weight", "bias") if mixer.bias else ("weight",)
         linear = renamed({f"{x}.{kind}": f"{y}.{kind}" for x, y in maps.items() for kind in kinds})
-        conv = [rule("filters.conv.weight", {"conv.weight": Packed("all", channels=True)})]
+        conv = [rule("filters.conv.weight", {"conv.weight": Packed("all", axes=(1,))})]
         conv += renamed({"filters.conv.bias": "conv.bias"} if mixer.bias else {})
         return rules + under("mixers.0.", "conv.", linear + conv)
 

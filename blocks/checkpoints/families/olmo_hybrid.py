@@ -74,7 +74,7 @@ class OlmoHybrid(Family):
             assert isinstance(mixer, GatedDeltaNet)
             norms = ("input_layernorm", "post_attention_layernorm")
             inputs = parts.QKV | {"g_proj.weight": "gate", "b_proj.weight": "beta", "a_proj.weight": "decay"}
-            conv = {f"{x}_conv1d.weight": Packed(x, channels=True) for x in "qkv"}
+            conv = {f"{x}_conv1d.weight": Packed(x, axes=(1,)) for x in "qkv"}
             rows = gated_delta.rows(mixer, width)
             channels = rows["q"] + rows["k"] + rows["v"]
             third = -(-channels // 3)  # transformers 5.23 and 5.24 cut the convolution into thirds when they save it

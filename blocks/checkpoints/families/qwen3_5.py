@@ -56,5 +56,5 @@ def qwen35_layer(layer: LayerSpec, width: int) -> list[Rule]:
         "in_proj_b.weight": "beta",
         "in_proj_a.weight": "decay",
     }
-    names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", channels=True)})
+    names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", axes=(1,))})
     return rules + under("mixers.0.", "linear_attn.", parts.gated_delta(names, gated_delta.rows(mixer, width)))

@@ -48,7 +48,7 @@ class Qwen3Next(Family):
             "in_proj_qkvz.weight": Packed("q k v gate", groups=heads),
             "in_proj_ba.weight": Packed("beta decay", groups=heads),
         }
-        names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", channels=True)})
+        names = parts.DeltaNames(inputs, {"conv1d.weight": Packed("q k v", axes=(1,))})
         return rules + under("mixers.0.", "linear_attn.", parts.gated_delta(names, gated_delta.rows(mixer, width)))
 
 
