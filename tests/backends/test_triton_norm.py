@@ -14,6 +14,7 @@ from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers import GatedDeltaNet
 from deltazoo.mixers.core.mixer import Place
+from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)[: 2 if INTERPRETED else 3]
@@ -189,3 +190,24 @@ def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
     assert not torch.func.vmap(lambda row: torch.tensor(module.is_supported(row, weight)))(x).any()
     monkeypatch.setattr(launches, "MAX_WIDTH", 7)
     assert not module.is_supported(x, weight)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_offset_is_added_to_the_weights_in_float32(dtype, monkeypatch):
+    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    norm = RMSNorm(24, EPS, offset=1.0).to(DEVICE, dtype)
+    torch.nn.init.normal_(norm.weight, std=0.1)
+    x, branch = draw(7, 24, dtype=dtype, seed=0), draw(7, 24, dtype=dtype, seed=1)
+    leaves = (x, branch, norm.weight)
+    with watch() as log:
+        h, y = add_and_normalize(norm, x, branch)
+        gradients = torch.autograd.grad(h.sum() + (y * y).sum(), leaves)
+    assert log.kernels["rms_norm_kernel"] == log.kernels["rms_norm_backward_kernel"] == 1
+    exact = in_float64(*leaves)
+    expected = exact_norm(exact[0] + exact[1], 1 + exact[2])
+    assert_near(y, expected, TOLERANCE[dtype])
+    wanted = torch.autograd.grad((exact[0] + exact[1]).sum() + expected.square().sum(), exact)
+    assert gradients[2].dtype == dtype
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        assert_near(ours, theirs, 3 * TOLERANCE[dtype])
