@@ -103,7 +103,10 @@ def check_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> None:
     wrong = sorted({name for name in ours if ours.count(name) > 1} if len(ours) != len({*ours}) else set())
     wrong += sorted({*ours} ^ {*tensors})
     if wrong:
-        raise ConfigError(f"the rules of the family must have each tensor of the model once; wrong: {', '.join(wrong)}")
+        raise ConfigError(
+            "the rules of the family must have each tensor of the model once, without adapters or quantised weights; "
+            f"wrong: {', '.join(wrong)}"
+        )
 
 
 def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict[str, Any]]:
