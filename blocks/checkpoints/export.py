@@ -118,6 +118,9 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
     reasons = []
     for name in names:
         found = family(name)
+        if found.written_as is not None:
+            reasons.append(f"{name}: it is written as {found.written_as}")
+            continue
         try:
             config = {**found.config(spec), "model_type": name}
             back = type(spec)(**found.stack(HubConfig(config, name)))

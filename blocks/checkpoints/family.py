@@ -122,6 +122,7 @@ class Family(ABC):
         aliases: other names of tensors that folders have, as regular expressions, and their replacements.
         ignored: fields of config.json without effect on the logits, beside the common ones.
         nested: the field of config.json that holds the config of the text model, if there is one.
+        written_as: the `model_type` of the text model, as which such a folder is written.
     """
 
     architecture: ClassVar[str]
@@ -129,6 +130,7 @@ class Family(ABC):
     aliases: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
     nested: ClassVar[str | None] = None
+    written_as: ClassVar[str | None] = None
 
     @abstractmethod
     def stack(self, config: HubConfig) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def read_spec(folder: str | Path) -> Source:
     found = family(model_type)
     spec = StackSpec(**found.stack(config))
     config.check_all_read(found.ignored)
-    return Source(spec, found, Origin(model_type, config.kept()))
+    return Source(spec, found, Origin(found.written_as or model_type, config.kept()))
 
 
 def from_pretrained(

@@ -101,21 +101,25 @@ def test_a_stack_without_an_origin_has_one_config(name: str, tmp_path: Path) -> 
     assert_same_bytes(again.state_dict(), model.state_dict())
 
 
-def test_qwen3_5_with_a_vision_tower_drops_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen3_5_with_a_vision_tower_drops_it_and_is_written_without(name: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     text, whole = tmp_path / "text", tmp_path / "whole"
-    folders.write(text, "qwen3_5_text")
+    folders.write(text, f"{name}_text")
     whole.mkdir()
     config = json.loads((text / "config.json").read_text())
-    config["model_type"] = "qwen3_5_text"
-    nested = {"model_type": "qwen3_5", "text_config": config, "vision_config": {"depth": 1}}
+    nested = {"model_type": name, "text_config": config, "vision_config": {"depth": 1}}
     (whole / "config.json").write_text(json.dumps(nested))
     renamed = {name.replace("model.", "model.language_model."): x for name, x in tensors(text).items()}
     extra = {"model.visual.blocks.0.weight": torch.ones(3), "mtp.norm.weight": torch.ones(3)}
     save_file(renamed | extra, whole / "model.safetensors")
     expected, actual = deltazoo.from_pretrained(text), deltazoo.from_pretrained(whole)
     assert_same_bytes(actual.state_dict(), expected.state_dict())
+    actual.save_pretrained(tmp_path / "written")
+    assert_same_bytes(tensors(tmp_path / "written"), tensors(text))
+    written = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == (config["model_type"], config["architectures"])
 
 
 def test_the_hub_fields_of_kimi_linear_give_the_stack_of_those_of_transformers(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ class Lfm2(Family):
         if unknown := {*types} - {"conv", "full_attention"}:
             raise ConfigError(f"config.json: layer_types must be 'conv' or 'full_attention', got {sorted(unknown)}")
         layers = {name: mixer for name, mixer in (("conv", conv), ("full_attention", attention)) if name in types}
-        sizes = decoder.sizes(config, NAMES) | {"tied": config.get("tie_word_embeddings", True)}
+        sizes = decoder.sizes(config, NAMES) | {
+            "tied": config.get("tie_word_embeddings", config.get("tie_embedding", True))
+        }
         return {**sizes, "pattern": " + ".join(types), "layers": layers, "mlp": Dense(width=self._hidden(config))}
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:

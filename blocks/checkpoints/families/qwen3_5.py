@@ -38,6 +38,7 @@ class Qwen35(Qwen35Text):
 
     architecture: ClassVar[str] = "Qwen3_5ForConditionalGeneration"
     nested: ClassVar[str | None] = "text_config"
+    written_as: ClassVar[str | None] = "qwen3_5_text"
     dropped: ClassVar[tuple[str, ...]] = ("mtp.*", "model.mtp.*", "model.visual.*")
     aliases: ClassVar[dict[str, str]] = {r"^model\.language_model\.": "model."}
 

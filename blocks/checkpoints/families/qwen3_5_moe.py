@@ -32,3 +32,11 @@ class Qwen35MoeText(Family):
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
         return decoder.model_rules(spec, lambda layer: qwen35_layer(layer, spec.width))
+
+
+class Qwen35Moe(Qwen35MoeText):
+    """Qwen3.5 with experts and a vision tower, which is dropped: folders are written as qwen3_5_moe_text."""
+
+    architecture: ClassVar[str] = "Qwen3_5MoeForConditionalGeneration"
+    nested: ClassVar[str | None] = Qwen35.nested
+    written_as: ClassVar[str | None] = "qwen3_5_moe_text"
