@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_cost_of_a_solve_is_a_matrix_vector_product_per_head_and_step() -> None:
 
 def test_equation_and_source_are_stated(config: MixerConfig) -> None:
     assert "o_t = " in config.equation()
-    assert "arXiv" in config.source
+    assert re.search(r"arXiv|[\w-]+/[\w-]+", config.source), "neither a paper nor the authors' repository"
 
 
 def test_build_on_the_meta_device_allocates_no_memory(config: MixerConfig) -> None:
