@@ -35,7 +35,9 @@ class Packed(NamedTuple):
         rows, names = self._rows(tensor), self.pieces.split()
         if len(names) == 1:
             return {names[0]: rows}
-        blocks = rows.unflatten(0, (self.groups, -1)).split([sizes[name] // self.groups for name in names], dim=1)
+        blocks = torch.unflatten(rows, 0, (self.groups, -1)).split(
+            [sizes[name] // self.groups for name in names], dim=1
+        )
         return {name: block.flatten(0, 1) for name, block in zip(names, blocks, strict=True)}
 
     def join(self, pieces: Mapping[str, Tensor]) -> Tensor:
@@ -43,9 +45,9 @@ class Packed(NamedTuple):
         parts = [pieces[name] for name in self.pieces.split()]
         rows = parts[0]
         if len(parts) > 1:
-            rows = torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+            rows = torch.cat([torch.unflatten(part, 0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
         if self.stack:
-            rows = rows.unflatten(0, (self.stack, -1))
+            rows = torch.unflatten(rows, 0, (self.stack, -1))
         for axis in self.axes:
             rows = rows.unsqueeze(axis)
         return rows.contiguous()

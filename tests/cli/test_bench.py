@@ -221,10 +221,8 @@ def test_the_page_of_benchmarks_has_the_columns_of_the_command(ok):
     written = Benchmark.model_validate(result, strict=False).markdown()
     heads = [[line for line in text.splitlines() if line.startswith("| ")][:2] for text in (table, written)]
     assert heads[0] == heads[1]
-    assert (
-        table.split("ms: median", 1)[1].splitlines()[0].replace("compile", "reference")
-        == (written.split("ms: median", 1)[1].splitlines()[0])
-    )
+    legend = written.split("ms: median", 1)[1].splitlines()[0]
+    assert legend in " ".join(table.replace("compile", "reference").split())  # the page wraps
 
 
 def test_bench_prints_the_environment_and_the_figures(ok):
