@@ -171,9 +171,10 @@ def with_channel_decay(inputs: UpdateInputs) -> UpdateInputs:
     if inputs.step is None or inputs.rate is None:
         return inputs
     log_decay = inputs.step.unsqueeze(-1) * inputs.rate
-    # A decay below e^-18 has a gradient below float32 rounding. The kernels' rounding error in its place, times a large
-    # step, would exceed d_rate.
-    log_decay = torch.where(log_decay > -18, log_decay, log_decay.detach())
+    if inputs.q.dtype.itemsize == 2:
+        # The gradient of a decay below e^-18 is much smaller than the error of 16-bit products, which a large step
+        # would carry into d_rate.
+        log_decay = torch.where(log_decay > -18, log_decay, log_decay.detach())
     return inputs._replace(log_decay=log_decay, step=None, rate=None)
 
 
