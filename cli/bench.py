@@ -186,7 +186,6 @@ def _bench_model(
     from deltazoo.blocks.inspect.benchmark import parse_batch
     from deltazoo.blocks.inspect.model_benchmark import OURS, ModelBenchConfig, ModelBenchmark, bench_model
     from deltazoo.blocks.spec.stack_spec import StackSpec
-    from deltazoo.blocks.training.report import save_table
 
     batch, length = parse_batch(shapes or ["B=1 T=512"])
     settings = config.model_dump(include={"directions", "device", "dtype", "rounds", "seconds", "seed"})
@@ -197,14 +196,7 @@ def _bench_model(
     live = _Live["ModelBenchmark"](as_json, ModelBenchmark.table)
     with live.interruptible():
         bench_model(model, spec, implementations or [OURS], model_config, live.progress, live.report)
-    benchmark = live.result()
-    if as_json:
-        print_json(benchmark)
-    if markdown is not None:
-        save_table(benchmark.markdown(), markdown)
-    live.exit_if_interrupted()
-    if not benchmark.timed:
-        raise typer.Exit(NOTHING_RAN_OR_REGRESSED)
+    _finish(live, markdown)
 
 
 def _bench_layers(
@@ -217,7 +209,6 @@ def _bench_layers(
 ) -> None:
     from deltazoo.blocks.inspect.benchmark import parse_batch
     from deltazoo.blocks.inspect.layer_benchmark import LayerBenchConfig, LayerBenchmark, bench_layers
-    from deltazoo.blocks.training.report import save_table
 
     batch, length = parse_batch(shapes or ["B=1 T=512"])
     settings = config.model_dump(include={"directions", "device", "dtype", "rounds", "seconds", "seed"})
@@ -225,8 +216,15 @@ def _bench_layers(
     live = _Live["LayerBenchmark"](as_json, LayerBenchmark.table)
     with live.interruptible():
         bench_layers(layers, layer_config, live.progress, live.report)
+    _finish(live, markdown)
+
+
+def _finish(live: "_Live[LayerBenchmark] | _Live[ModelBenchmark]", markdown: Path | None) -> None:
+    """Print the benchmark as JSON if that is asked for, write its table, and raise the exit code of a failure."""
+    from deltazoo.blocks.training.report import save_table
+
     benchmark = live.result()
-    if as_json:
+    if live.as_json:
         print_json(benchmark)
     if markdown is not None:
         save_table(benchmark.markdown(), markdown)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.shapes import SHAPES, Shape
-from deltazoo.backends.measure.table import Note, Table, group, three_digits
+from deltazoo.backends.measure.table import Note, Table, group, partial_line, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.update.spec import UpdateSpec
@@ -142,7 +142,7 @@ class Benchmark(BaseModel):
 
     def partial(self) -> str:
         """Say how many of the cases were measured, if some are missing."""
-        return f"partial: {self.cases - self.missing} of {self.cases} cases were measured" if self.missing else ""
+        return partial_line(self.cases - self.missing, self.missing)
 
     def table(self) -> Table:
         """Return a table with a row per backend and case."""

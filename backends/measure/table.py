@@ -73,6 +73,11 @@ def _where(where: set[tuple[str, ...]], every: set[tuple[str, ...]]) -> str:
     return f"({'; '.join(', '.join(names) for names in named)})"
 
 
+def partial_line(measured: int, missing: int) -> str:
+    """Say how many of the cases were measured, if some are missing."""
+    return f"partial: {measured} of {measured + missing} cases were measured" if missing else ""
+
+
 def three_digits(x: float) -> str:
     """Format a figure with three digits, or more if it is large, without an exponent."""
     return f"{x:.0f}" if x >= 1000 else f"{x:.3g}"

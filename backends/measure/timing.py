@@ -1,5 +1,6 @@
 """Timing of several calls in alternation, so that fluctuations of the machine affect them equally."""
 
+import functools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from deltazoo.backends.io.progress import Progress
 from deltazoo.backends.torch_ext.cuda_graph import Call
 
 Report = Callable[[int, int, str], None]  # rounds done, rounds in total, note
@@ -65,6 +67,16 @@ def time_interleaved(
                 timed[name]()
     report(rounds, rounds, "")
     return times
+
+
+def time_alone(
+    task: str, call: Call, device: torch.device, rounds: int, seconds: float, progress: Progress
+) -> dict[str, float]:
+    """Time one call as `time_interleaved` does. Returns: median_ms, low_ms, high_ms and rounds."""
+    report = functools.partial(progress, task)
+    times = time_interleaved({task: call}, device, rounds, seconds, report)[task]
+    low, middle, high = times.percentiles_ms()
+    return {"median_ms": middle, "low_ms": low, "high_ms": high, "rounds": len(times.seconds)}
 
 
 def peak_bytes(call: Call, device: torch.device) -> int | None:

@@ -4,7 +4,7 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
@@ -322,6 +322,11 @@ def ready(x: Tensor) -> Tensor:
     """Make a tensor contiguous, starting at a multiple of 16 bytes, as the kernels' wide loads need."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def all_ready(arguments: Iterable[Any]) -> list[Any]:
+    """Apply `ready` to the tensors among the arguments of an operator."""
+    return [ready(x) if isinstance(x, Tensor) else x for x in arguments]
 
 
 def with_token_stride(x: Tensor) -> tuple[Tensor, int]:

@@ -7,6 +7,7 @@ from deltazoo.blocks.checkpoints.family import HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, renamed, under
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
+from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers.attention import Attention
 
 
@@ -70,6 +71,21 @@ def attention_config(mixer: Attention, width: int) -> dict[str, Any]:
         "head_dim": head_width,
         "attention_bias": False,
         "rope_parameters": rotary,
+    }
+
+
+def attention_stack(config: HubConfig, layer: Attention) -> dict[str, Any]:
+    """Return the fields of a stack whose layers are all this attention with a dense SwiGLU."""
+    mlp = Dense(width=config["intermediate_size"])
+    return {**sizes(config), "pattern": "attention", "layers": {"attention": layer}, "mlp": mlp}
+
+
+def attention_stack_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields that `attention_stack` and `attention` read."""
+    return {
+        **sizes_config(spec),
+        **attention_config(first(spec, Attention), spec.width),
+        "intermediate_size": spec.expand()[0].mlp.hidden(spec.width),  # type: ignore[union-attr]
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.io.errors import DtypeError, ShapeError, StateError, UnsupportedError, ValueRangeError
 from deltazoo.backends.torch_ext.compiled_call import compiled_call
@@ -18,7 +17,7 @@ from deltazoo.backends.update.check import check_type
 from deltazoo.blocks.generation.sampling import Sampling, sample
 from deltazoo.blocks.model.interface import StackState, TokenModel, check_model
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.state import rollback_, snapshot
+from deltazoo.mixers.core.state import overwrite_, rollback_, snapshot
 
 # Marks the columns after the end of a row that has stopped while other rows continue; not a token.
 STOPPED = -1
@@ -131,7 +130,7 @@ class Decoder:
             raise StateError("the model must keep the dtypes, shapes and devices of the compiled decoder, got others")
         rollback_(self.state, self.model.init_state(self.batch, self.capacity))
         x_BTD, new_state = self.model.features(tokens_BT, self.state, Context(mask=mask_BT))
-        _copy_new_tensors(self.state, new_state)
+        overwrite_(self.state, new_state)
         self.logits.copy_(self.model.logits(x_BTD[:, -1]))
 
     @torch.no_grad()
@@ -167,7 +166,7 @@ class Decoder:
 
 def _step(model: TokenModel, tokens_B1: Tensor, state: StackState, logits_BL: Tensor) -> None:
     logits_B1L, new_state = model(tokens_B1, state)
-    _copy_new_tensors(state, new_state)
+    overwrite_(state, new_state)
     logits_BL.copy_(logits_B1L[:, 0])
 
 
@@ -189,13 +188,6 @@ def _compiled_step(device: torch.device) -> Callable[[TokenModel, Tensor, StackS
 def _layout(model: TokenModel) -> list[tuple[torch.dtype, torch.Size, torch.device]]:
     """Return what a compiled step assumes about the weights."""
     return [(x.dtype, x.shape, x.device) for x in (*model.parameters(), *model.buffers())]
-
-
-def _copy_new_tensors(state: StackState, new_state: StackState | None) -> None:
-    """Copy the state tensors that a mixer returned as new ones into the old ones; most mixers update in place."""
-    for old, new in zip(tree_leaves(state), tree_leaves(new_state), strict=True):
-        if new is not old:
-            old.copy_(new)
 
 
 def _pad_left(prompt: Prompt) -> tuple[Tensor, Tensor | None]:

@@ -24,6 +24,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.spec import pattern
 from deltazoo.blocks.spec.parsing import parse_mixer
 from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.core.mixer import MixerConfig
 from deltazoo.mixers.core.patterns import Name
 
 DEFAULT_SHAPE = "cpu"
@@ -66,14 +67,23 @@ def parse_update(text: str) -> UpdateSpec:
 
     Raises: ConfigError: the mixer has no update, or a field is invalid; PatternError; UnknownNameError; PluginError.
     """
+    config = parse_config(text)
+    spec = config.spec()
+    if spec is None:
+        raise ConfigError(f"mixer {config.name!r} has no update that backends compute; there is nothing to measure")
+    return spec
+
+
+def parse_config(text: str) -> MixerConfig:
+    """Return the config of a mixer, given by name and fields as in a pattern.
+
+    Raises: ConfigError: a field is invalid; PatternError; UnknownNameError; PluginError.
+    """
     term = pattern.parse(text)
     if not isinstance(term, Name):
         raise ConfigError(f"a mixer must be one name, with fields in parentheses if any, got {text!r}")
     config_class(term.name)  # its error names the nearest mixer
-    spec = parse_mixer((term.name,), {"mixer": term.name, **dict(term.fields)}).spec()
-    if spec is None:
-        raise ConfigError(f"mixer {term.name!r} has no update that backends compute; there is nothing to measure")
-    return spec
+    return parse_mixer((term.name,), {"mixer": term.name, **dict(term.fields)})
 
 
 def _all_updates() -> dict[str, UpdateSpec]:

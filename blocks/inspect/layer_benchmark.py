@@ -14,19 +14,23 @@ from deltazoo.backends.io.errors import ConfigError, DeltazooError
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.table import Note, Table, group, three_digits
-from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_interleaved, time_once
+from deltazoo.backends.measure.table import Note, Table, group, partial_line, three_digits
+from deltazoo.backends.measure.timing import (
+    MIN_ROUNDS,
+    failure_reason,
+    peak_bytes,
+    time_alone,
+    time_interleaved,
+    time_once,
+)
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.torch_ext.cuda_graph import Call
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.backends.update import registry
+from deltazoo.blocks.inspect.benchmark import parse_config
 from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.inspect.layer_calls import FlaLayer, LayerCalls, LayerInput, OurLayer
-from deltazoo.blocks.spec import pattern
-from deltazoo.blocks.spec.parsing import parse_mixer
-from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.mixer import MixerConfig
-from deltazoo.mixers.core.patterns import Name
 
 Library = Literal["deltazoo", "fla"]
 OURS: Library = "deltazoo"
@@ -134,8 +138,7 @@ class LayerBenchmark(BaseModel):
 
     def partial(self) -> str:
         """Say how many of the cases were measured, if some are missing."""
-        total = len(self.rows) + self.missing
-        return f"partial: {len(self.rows)} of {total} cases were measured" if self.missing else ""
+        return partial_line(len(self.rows), self.missing)
 
     def table(self) -> Table:
         """Return a table with a row per layer, library and direction."""
@@ -208,7 +211,7 @@ def bench_layers(
     if not layers or not config.directions:
         raise ConfigError("a benchmark of layers needs a mixer and a direction, got none")
     names = registry.names(registry.MIXERS) if list(layers) == ["all"] else list(layers)
-    configs = {name: _parse(name) for name in names}
+    configs = {name: parse_config(name) for name in names}
     cases = len(configs) * len(config.libraries) * len(config.directions)
     speed = _copy_speed(device) if device.type == "cuda" else None
     benchmark = LayerBenchmark(
@@ -231,15 +234,6 @@ def bench_layers(
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     return benchmark
-
-
-def _parse(text: str) -> MixerConfig:
-    """Return the config of a mixer given by name and fields, as in a pattern."""
-    term = pattern.parse(text)
-    if not isinstance(term, Name):
-        raise ConfigError(f"a layer must be one mixer, with fields in parentheses if any, got {text!r}")
-    config_class(term.name)  # its error names the nearest mixer
-    return parse_mixer((term.name,), {"mixer": term.name, **dict(term.fields)})
 
 
 def _copy_speed(device: torch.device) -> float:
@@ -289,12 +283,6 @@ def _time(
     progress(task, 0, config.rounds, "first call")
     timed: list[Call] = []
     first = time_once(lambda: timed.append(calls.begin(direction)), device)
-    call = timed[0]
-    peak = peak_bytes(call, device)
-    times = time_interleaved(
-        {task: call}, device, config.rounds, config.seconds,
-        lambda done, total, note: progress(task, done, total, note),
-    )[task]  # fmt: skip
-    low, middle, high = times.percentiles_ms()
-    figures = {"first_call_s": first, "median_ms": middle, "low_ms": low, "high_ms": high, "rounds": len(times.seconds)}
+    peak = peak_bytes(timed[0], device)
+    figures = {"first_call_s": first} | time_alone(task, timed[0], device, config.rounds, config.seconds, progress)
     return figures | ({} if peak is None else {"peak_mib": peak / 2**20})

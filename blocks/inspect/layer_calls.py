@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.measure.workload import Direction
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
 from deltazoo.blocks.inspect.peer_layers import fla_layer
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Mixer, MixerConfig
+from deltazoo.mixers.core.state import nbytes, overwrite_
 
 _MORE_TOKENS = 64  # room in the caches for the tokens that decoding adds
 
@@ -97,10 +97,7 @@ class OurLayer(LayerCalls):
     def decoded_bytes(self) -> int:
         """Weights and caches are read, states without a capacity are read and written."""
         weights = sum(weight.nbytes for weight in self.module.parameters())
-        empty, full = (
-            sum(tensor.nbytes for tensor in tree_leaves(self._state(capacity)))
-            for capacity in (1, 1 + self.size.length)
-        )
+        empty, full = (nbytes(self._state(capacity)) for capacity in (1, 1 + self.size.length))
         return weights + 2 * empty + (full - empty)
 
     def _state(self, capacity: int) -> Any:
@@ -111,10 +108,7 @@ class OurLayer(LayerCalls):
     @staticmethod
     def _read(module: Callable[..., Any], x: Tensor, state: Any) -> None:
         """Run the layer and leave the new state in the tensors of the old one."""
-        new_state = module(x, state)[1]
-        for old, new in zip(tree_leaves(state), tree_leaves(new_state), strict=True):
-            if new is not old:
-                old.copy_(new)
+        overwrite_(state, module(x, state)[1])
 
 
 class FlaLayer(LayerCalls):

@@ -14,8 +14,8 @@ from deltazoo.backends.io.errors import ConfigError, DeltazooError, UnknownNameE
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.table import Note, Table, group, three_digits
-from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_interleaved, time_once
+from deltazoo.backends.measure.table import Note, Table, group, partial_line, three_digits
+from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_alone, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.torch_ext.cuda_graph import Call
 from deltazoo.backends.torch_ext.devices import usable_device
@@ -132,8 +132,7 @@ class ModelBenchmark(BaseModel):
 
     def partial(self) -> str:
         """Say how many of the cases were measured, if some are missing."""
-        total = len(self.rows) + self.missing
-        return f"partial: {len(self.rows)} of {total} cases were measured" if self.missing else ""
+        return partial_line(len(self.rows), self.missing)
 
     def table(self) -> Table:
         """Return a table with a row per implementation and direction."""
@@ -294,17 +293,9 @@ def _measure_direction(
     first = time_once(call, device)
     resident = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = peak_bytes(call, device)
-    times = time_interleaved(
-        {task: call},
-        device,
-        config.rounds,
-        config.seconds,
-        lambda done, total, note: progress(task, done, total, note),
-    )[task]
-    low, middle, high = times.percentiles_ms()
+    figures = time_alone(task, call, device, config.rounds, config.seconds, progress)
     tokens = config.batch * (DECODED if direction == "decode" else config.length)
-    figures = {"median_ms": middle, "low_ms": low, "high_ms": high, "rounds": len(times.seconds)}
-    figures |= {"first_call_s": first, "tokens_per_second": 1e3 * tokens / middle}
+    figures |= {"first_call_s": first, "tokens_per_second": 1e3 * tokens / figures["median_ms"]}
     return figures | ({} if peak is None else {"peak_gib": (resident + peak) / 2**30})
 
 

@@ -48,6 +48,13 @@ def rollback_(state: State, saved: State) -> State:
     return state
 
 
+def overwrite_(state: State, new: State | None) -> None:
+    """Copy the tensors that a step returned as new ones into those of the old state; most mixers update in place."""
+    for old, tensor in zip(tree_leaves(state), tree_leaves(new), strict=True):
+        if tensor is not old:
+            old.copy_(tensor)
+
+
 def save(state: State, path: str | Path) -> None:
     """Write the tensors of a state to a file, each with its path in the tree."""
     torch.save(_by_path(detach(state)), output_path(path))

@@ -22,7 +22,7 @@ from deltazoo.backends.torch_ext.custom_op import (
     operator,
 )
 from deltazoo.backends.triton.fast_weights.limits import runs_ttt_linear
-from deltazoo.backends.triton.operands import ready, schema
+from deltazoo.backends.triton.operands import all_ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.update.base import without_autocast
 
@@ -51,7 +51,7 @@ def _supported(x: TTTOperands) -> bool:
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, save = arguments
-    x = _ready(tensors)
+    x = TTTOperands(*all_ready(tensors))
     if not _supported(x):
         with without_autocast(x.q):
             return tuple(y.contiguous() for y in plain.forward(x, save))
@@ -72,7 +72,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _step(*tensors: Any) -> Tensor:
-    x = _ready(tensors)
+    x = TTTOperands(*all_ready(tensors))
     results: list[Tensor] = [getattr(x, name) for name in _STATE]
     if _supported(x):
         from deltazoo.backends.triton.fast_weights.launch import ttt_forward, ttt_step
@@ -98,7 +98,7 @@ def _step_fake(*tensors: Any) -> Tensor:
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    x = _ready(arguments[:_INPUTS])
+    x = TTTOperands(*all_ready(arguments[:_INPUTS]))
     d_o, W, b, D, *d_state = (y.contiguous() for y in arguments[_INPUTS:])
     saved, d = TTTResult(d_o, W, W, b, b, D), TTTState(*d_state)
     if not _supported(x):
@@ -117,10 +117,6 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, d_state = TTTOperands(*arguments[:_INPUTS]), arguments[-4:]
     like = (x.q, x.k, x.v, x.eta, x.rate, x.gain, x.bias, *d_state)
     return tuple(y.new_empty(y.shape) for y in like)
-
-
-def _ready(tensors: Any) -> TTTOperands:
-    return TTTOperands._make([None if y is None else ready(y) for y in tensors])
 
 
 _tensors = schema(TTTOperands)

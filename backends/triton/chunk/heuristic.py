@@ -7,7 +7,7 @@ import torch
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.plan import occupies
-from deltazoo.backends.triton.chunk.registry import CHUNK, PHASES, sweeps, takes, versions
+from deltazoo.backends.triton.chunk.registry import PHASES, takes, versions
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -152,18 +152,3 @@ def _segment_chunks(problem: Problem, device: DeviceSpec) -> int:
     if chunks < 32 or (problem.decay == "channel" and not problem.dplr and segments < _CHANNEL_SMS_PER_PROGRAM):
         return 0
     return max(16, power_of_two(cdiv(chunks, segments)))
-
-
-def segments_fit(problem: Problem, segments: int, scratch: int) -> int:
-    """The most chunks per segment, a power of two, with which a window of the backward holds so many segments.
-
-    Otherwise a window of a long sequence has too few segments to occupy the device.
-    """
-    return max(16, power_of_two(scratch // _slot_bytes(problem) // segments + 1) // 2)
-
-
-def _slot_bytes(problem: Problem) -> int:
-    """Scratch of a chunk: the state before it and x, and without the sweep also their gradients."""
-    in_sweep = sweeps(problem.K, problem.V) and not problem.extra_keys
-    numbers = (1 if in_sweep else 2) * (problem.K + CHUNK)
-    return problem.HV * problem.V * numbers * problem.saved_dtype.itemsize

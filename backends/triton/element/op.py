@@ -28,7 +28,7 @@ from deltazoo.backends.triton.element.operands import (
     empty_gradients,
     gradient_names,
 )
-from deltazoo.backends.triton.operands import ready, schema
+from deltazoo.backends.triton.operands import all_ready, schema
 from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput
@@ -85,7 +85,7 @@ def _split(arguments: Any) -> tuple[ElementOperands, Any]:
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.element.launch import forward
 
-    x, rest = _split(_ready(arguments))
+    x, rest = _split(all_ready(arguments))
     with torch.cuda.device_of(x.q):
         return forward(x, ElementKind(*rest[:-1]), rest[-1])
 
@@ -93,7 +93,7 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.element.launch import backward
 
-    x, (checkpoints, d_o, d_final, *kind, key_gradients) = _split(_ready(arguments))
+    x, (checkpoints, d_o, d_final, *kind, key_gradients) = _split(all_ready(arguments))
     with torch.cuda.device_of(x.q):
         return backward(x, ElementKind(*kind), checkpoints, d_o, d_final, key_gradients)
 
@@ -102,15 +102,11 @@ def _step_impl(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton.element.launch import step_
 
     states = arguments[ElementStepCall._fields.index("states")]
-    call = ElementStepCall(*_ready(arguments))
+    call = ElementStepCall(*all_ready(arguments))
     with torch.cuda.device_of(call.q):
         o = step_(call)
     mark_written(states, states if call.states.data_ptr() == states.data_ptr() else call.states)
     return o
-
-
-def _ready(arguments: Any) -> list[Any]:
-    return [ready(x) if isinstance(x, Tensor) else x for x in arguments]
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:

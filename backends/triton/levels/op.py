@@ -16,7 +16,7 @@ from deltazoo.backends.torch_ext.custom_op import (
     operator,
 )
 from deltazoo.backends.triton.levels.operands import LevelOperands
-from deltazoo.backends.triton.operands import ready, schema
+from deltazoo.backends.triton.operands import all_ready, ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 
 _OPERANDS = len(LevelOperands._fields)
@@ -46,15 +46,11 @@ def level_step_(x: LevelOperands, states: Tensor, seen: Tensor, counts: Tensor) 
     return _step_op(*x[:6], states, seen, counts)
 
 
-def _ready(arguments: tuple[Any, ...]) -> LevelOperands:
-    return LevelOperands._make(None if t is None else ready(t) for t in arguments)
-
-
 def _scan_impl(*arguments: Any) -> tuple[Tensor, Tensor]:
     from deltazoo.backends.triton.levels.launch import choose_launch, forward
 
     with torch.cuda.device_of(arguments[0]):
-        x = _ready(arguments)
+        x = LevelOperands(*all_ready(arguments))
         return forward(x, choose_launch(x))
 
 
@@ -63,7 +59,7 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
 
     *operands, d_o, d_final = arguments
     with torch.cuda.device_of(d_o):
-        x = _ready(tuple(operands))
+        x = LevelOperands(*all_ready(operands))
         gradients = backward(x, ready(d_o), None if d_final is None else ready(d_final), choose_launch(x))
     return [t for t in gradients if t is not None]
 
@@ -74,7 +70,7 @@ def _step_impl(*arguments: Any) -> Tensor:
     *operands, states, seen, counts = arguments
     written = states.contiguous()
     with torch.cuda.device_of(states):
-        o = step_(_ready((*operands, *[None] * (_OPERANDS - len(operands)))), written, seen, counts)
+        o = step_(LevelOperands(*all_ready(operands), *[None] * (_OPERANDS - len(operands))), written, seen, counts)
     mark_written(states, written)
     return o
 

@@ -18,18 +18,10 @@ class Llama(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(mlp_bias=False)
-        layer = decoder.attention(config, **config.rotary())
-        mlp = Dense(width=config["intermediate_size"])
-        return {**decoder.sizes(config), "pattern": "attention", "layers": {"attention": layer}, "mlp": mlp}
+        return decoder.attention_stack(config, decoder.attention(config, **config.rotary()))
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        layer = spec.expand()[0]
-        return {
-            **decoder.sizes_config(spec),
-            **decoder.attention_config(decoder.first(spec, Attention), spec.width),
-            "intermediate_size": layer.mlp.hidden(spec.width),  # type: ignore[union-attr]
-            "mlp_bias": False,
-        }
+        return {**decoder.attention_stack_config(spec), "mlp_bias": False}
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
         return decoder.model_rules(spec, lambda layer: attention_layer(layer, spec.width))

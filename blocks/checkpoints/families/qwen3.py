@@ -8,8 +8,6 @@ from deltazoo.blocks.checkpoints.families.llama import attention_layer
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule
 from deltazoo.blocks.model.interface import ModelSpec
-from deltazoo.blocks.model.mlp import Dense
-from deltazoo.mixers.attention import Attention
 
 HEAD_WIDTH = 128  # of a config without head_dim
 
@@ -26,18 +24,10 @@ class Qwen3(Family):
             raise ConfigError(f"config.json: layer_types must be 'full_attention' for Qwen3, got {sorted(other)}")
         layer = decoder.attention(config, qk_norm="head", **config.rotary())
         layer = layer.model_copy(update={"head_width": config.get("head_dim", HEAD_WIDTH)})
-        mlp = Dense(width=config["intermediate_size"])
-        return {**decoder.sizes(config), "pattern": "attention", "layers": {"attention": layer}, "mlp": mlp}
+        return decoder.attention_stack(config, layer)
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        layer = spec.expand()[0]
-        return {
-            **decoder.sizes_config(spec),
-            **decoder.attention_config(decoder.first(spec, Attention), spec.width),
-            "intermediate_size": layer.mlp.hidden(spec.width),  # type: ignore[union-attr]
-            "use_sliding_window": False,
-            "sliding_window": None,
-        }
+        return {**decoder.attention_stack_config(spec), "use_sliding_window": False, "sliding_window": None}
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
         return decoder.model_rules(spec, lambda layer: attention_layer(layer, spec.width))

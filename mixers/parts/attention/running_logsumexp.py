@@ -14,6 +14,7 @@ from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
 
 # Bound of |score|. z is then at most 60 for 1e12 tokens.
 SCORE_BOUND = 32.0
@@ -27,6 +28,20 @@ SEPARATION = 160.0
 def initial_logsumexp(batch: int, channels: int, like: Tensor) -> Tensor:
     """Return z before the first token, [B, C]."""
     return like.new_full((batch, channels), INITIAL, dtype=state_dtype(like.dtype))
+
+
+def softmax_over_time(raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w_t = exp(s_t - z_t) and log a_t = z_(t-1) - z_t with s = raw, clamped to +-`SCORE_BOUND`.
+
+    With these weights and decays the recurrence S_t = a_t S_(t-1) + w_t x_t is the mean of all x, weighted by a softmax
+    of s over time.
+
+    Args: raw: [B, T, C]; state: z before the first token, [N, C].
+    Returns: log a and w, [B, T, C]; the new state, None if `state` is None.
+    """
+    score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
+    z, previous_z, new_state = running_logsumexp(score, state, context)
+    return clamp_nonpositive(previous_z - z), (score - z).exp(), new_state
 
 
 def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:

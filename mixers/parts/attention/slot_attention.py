@@ -25,8 +25,7 @@ from deltazoo.mixers.core.part import (
     ResizesHeads,
     Stateful,
 )
-from deltazoo.mixers.parts.attention.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
-from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
+from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
 
 RouterScore = Literal["sigmoid", "softmax"]
 ROUTER_EPS = 1e-9
@@ -136,9 +135,7 @@ class SoftmaxSlots(SlotKeyPass, Stateful):
     def strengths(
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
-        z, previous_z, new_state = running_logsumexp(score, state, context)
-        return clamp_nonpositive(previous_z - z), (score - z).exp(), new_state
+        return softmax_over_time(raw, state, context)
 
     def extra_repr(self) -> str:
         return f"slots={self.slots}"

@@ -10,8 +10,7 @@ from torch import Tensor
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
-from deltazoo.mixers.parts.attention.running_logsumexp import SCORE_BOUND, initial_logsumexp, running_logsumexp
-from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
+from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
 
 
 class SoftmaxKeys(OperandPart, Stateful):
@@ -36,7 +35,5 @@ class SoftmaxKeys(OperandPart, Stateful):
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         k = inputs.k
-        score = k.flatten(2).to(state_dtype(k.dtype)).clamp(-SCORE_BOUND, SCORE_BOUND)
-        z, previous_z, new_state = running_logsumexp(score, state, context)
-        keys, log_decay = ((score - z).exp().view(k.shape), clamp_nonpositive(previous_z - z).view(k.shape))
-        return inputs._replace(k=keys.to(k.dtype), log_decay=log_decay), new_state
+        log_decay, keys, new_state = softmax_over_time(k.flatten(2).to(state_dtype(k.dtype)), state, context)
+        return inputs._replace(k=keys.view(k.shape).to(k.dtype), log_decay=log_decay.view(k.shape)), new_state
