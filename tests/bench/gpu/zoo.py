@@ -1,58 +1,114 @@
 """Time every mixer's layer beside FLA's: python zoo.py [OUT] [MIXER...]
 
 Width 2048, 4 x 4096 tokens, bf16, forward and backward; then decoding of 64 rows after 512 tokens. All layers are
-first compiled in parallel processes, with caches on disk that the timed run shares; that first run reports the first
-call of each layer, in a process of its own with empty caches. Needs a CUDA device.
+first compiled, each in a process of its own with empty caches, which gives the time of the first call; the timed run
+shares these caches. The layers are spread over all visible GPUs. Needs a CUDA device.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 TRAINING = ("--shape", "B=4 T=4096", "--directions", "forward,backward")
 DECODING = ("--shape", "B=64 T=512", "--directions", "decode")
 COMMON = ("--width", "2048", "--dtype", "bfloat16", "--device", "cuda")
+PER_GPU = 6  # processes that compile on one GPU at a time: each takes up to 10 GB of its memory
 
 
 def main() -> None:
     from deltazoo.backends.update import registry
 
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "zoo")
-    out.mkdir(parents=True, exist_ok=True)
     names = sys.argv[2:] or registry.names(registry.MIXERS)
     with tempfile.TemporaryDirectory() as caches:
-        workers = max(1, min(len(names), (os.cpu_count() or 2) - 2))
-        with ThreadPoolExecutor(workers) as pool:
-            first = dict(zip(names, pool.map(lambda name: first_calls(name, caches), names), strict=True))
-        for name, seconds in first.items():
-            print(name, "first calls, s:", seconds, flush=True)
-        layers = [part for name in names for part in ("--layer", name)]
-        for label, options in (("training", TRAINING), ("decoding", DECODING)):
-            table = out / f"{label}.md"
-            environment = os.environ | {"TRITON_CACHE_DIR": f"{caches}/t", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/i"}
-            command = ["--peer", "fla", *layers, *options, *COMMON, "--markdown", str(table), "--seconds", "2"]
-            subprocess.run([sys.executable, "-m", "deltazoo", "bench", *command], env=environment, check=False)
+        compile_layers(names, out, Path(caches))
+        time_layers(names, out, Path(caches))
     print(torch.cuda.get_device_name())
 
 
-def first_calls(name: str, caches: str) -> dict[str, float | list[str] | None]:
-    """Compile one layer in a process of its own with its own caches, then add these to the shared ones."""
-    environment = os.environ | {"TRITON_CACHE_DIR": f"{caches}/t", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/i"}
+def compile_layers(names: list[str], out: Path, caches: Path) -> None:
+    """Compile all layers and write the seconds of their first calls to OUT/first_calls.json."""
+    seconds: dict[str, dict[str, float | list[str] | None]] = {}
+
+    def compile_one(name: str, gpu: str) -> None:
+        with tempfile.TemporaryDirectory() as own:
+            seconds[name] = first_calls(name, environment(gpu, Path(own)))
+            print(name, "first calls, s:", seconds[name], flush=True)
+            shutil.copytree(own, caches, dirs_exist_ok=True)
+        for options in (TRAINING, DECODING):  # only compiles FLA's kernels
+            bench(["--layer", name, "--peer", "fla", *options, "--seconds", "0.1"], environment(gpu, caches))
+
+    out.mkdir(parents=True, exist_ok=True)
+    spread(compile_one, names, gpus() * PER_GPU)
+    (out / "first_calls.json").write_text(json.dumps(seconds, indent=1))
+
+
+def first_calls(name: str, variables: dict[str, str]) -> dict[str, float | list[str] | None]:
+    """Return the seconds of a layer's first call by direction, or why it failed."""
     seconds: dict[str, float | list[str] | None] = {}
     for options in (TRAINING, DECODING):
-        command = ["--layer", name, *options, *COMMON, "--rounds", "3", "--seconds", "0.1", "--json"]
-        run = subprocess.run(
-            [sys.executable, "-m", "deltazoo", "bench", *command], env=environment, capture_output=True, text=True
-        )
-        rows = json.loads(run.stdout)["rows"] if run.stdout else []
+        text = bench(["--layer", name, *options, "--rounds", "3", "--seconds", "0.1", "--json"], variables)
+        rows = json.loads(text)["rows"] if text else []
         seconds |= {row["direction"]: row["first_call_s"] or row["refused"] for row in rows}
     return seconds
+
+
+def time_layers(names: list[str], out: Path, caches: Path) -> None:
+    """Time all layers beside FLA's, one process per GPU, into OUT/training_GPU.md and OUT/decoding_GPU.md."""
+    devices = gpus()
+
+    def time_part(part: int, gpu: str) -> None:
+        layers = [argument for name in names[part :: len(devices)] for argument in ("--layer", name)]
+        for label, options in (("training", TRAINING), ("decoding", DECODING)):
+            table = ["--markdown", str(out / f"{label}_{part}.md"), "--seconds", "1"]
+            bench([*layers, "--peer", "fla", *options, *table], environment(gpu, caches))
+
+    spread(time_part, range(len(devices)), devices)
+
+
+def bench(options: list[str], variables: dict[str, str]) -> str:
+    """Run `deltazoo bench` and return what it prints."""
+    command = [sys.executable, "-m", "deltazoo", "bench", *options, *COMMON]
+    return subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+
+
+def environment(gpu: str, caches: Path) -> dict[str, str]:
+    """Return the environment of a process that sees one GPU and keeps its compiled code in a folder."""
+    folders = {"TRITON_CACHE_DIR": f"{caches}/t", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/i"}
+    return os.environ | folders | {"CUDA_VISIBLE_DEVICES": gpu}
+
+
+def gpus() -> list[str]:
+    """Return the visible GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def spread(function: Callable[[Any, str], None], items: Iterable[Any], places: list[str]) -> None:
+    """Call function(item, GPU) for every item, one call per entry of `places` at a time."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def call(item: Any) -> None:
+        gpu = free.get()
+        try:
+            function(item, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        list(pool.map(call, items))
 
 
 if __name__ == "__main__":
