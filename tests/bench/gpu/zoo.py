@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 TRAINING = ("--shape", "B=4 T=4096", "--directions", "forward,backward")
 DECODING = ("--shape", "B=64 T=512", "--directions", "decode")
 COMMON = ("--width", "2048", "--dtype", "bfloat16", "--device", "cuda")
+PEER = ("--peer", "fla")
 PER_GPU = 6  # processes that compile on one GPU at a time: each takes up to 10 GB of its memory
 
 
@@ -46,7 +47,7 @@ def compile_layers(names: list[str], out: Path, caches: Path) -> None:
             print(name, "first calls, s:", seconds[name], flush=True)
             shutil.copytree(own, caches, dirs_exist_ok=True)
         for options in (TRAINING, DECODING):  # only compiles FLA's kernels
-            bench(["--layer", name, "--peer", "fla", *options, "--seconds", "0.1"], environment(gpu, caches))
+            bench(["--layer", name, *PEER, *options, "--seconds", "0.1"], environment(gpu, caches))
 
     out.mkdir(parents=True, exist_ok=True)
     spread(compile_one, names, gpus() * PER_GPU)
@@ -71,15 +72,16 @@ def time_layers(names: list[str], out: Path, caches: Path) -> None:
         layers = [argument for name in names[part :: len(devices)] for argument in ("--layer", name)]
         for label, options in (("training", TRAINING), ("decoding", DECODING)):
             table = ["--markdown", str(out / f"{label}_{part}.md"), "--seconds", "1"]
-            bench([*layers, "--peer", "fla", *options, *table], environment(gpu, caches))
+            with open(out / f"{label}_{part}.txt", "w") as rows:  # as they are measured
+                bench([*layers, *PEER, *options, *table], environment(gpu, caches), rows)
 
     spread(time_part, range(len(devices)), devices)
 
 
-def bench(options: list[str], variables: dict[str, str]) -> str:
-    """Run `deltazoo bench` and return what it prints."""
+def bench(options: list[str], variables: dict[str, str], output: IO[str] | int = subprocess.PIPE) -> str:
+    """Run `deltazoo bench` and return what it prints, or write it to a file."""
     command = [sys.executable, "-m", "deltazoo", "bench", *options, *COMMON]
-    return subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    return subprocess.run(command, env=variables, stdout=output, stderr=subprocess.DEVNULL, text=True).stdout
 
 
 def environment(gpu: str, caches: Path) -> dict[str, str]:
@@ -107,8 +109,11 @@ def spread(function: Callable[[Any, str], None], items: Iterable[Any], places: l
         finally:
             free.put(gpu)
 
-    with ThreadPoolExecutor(len(places)) as pool:
+    pool = ThreadPoolExecutor(len(places))
+    try:
         list(pool.map(call, items))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":
