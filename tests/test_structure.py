@@ -62,7 +62,7 @@ def test_functions_take_at_most_eight_parameters() -> None:
 
 
 def launches(tree: ast.Module) -> Iterator[ast.Call]:
-    """Yield the calls of `launcher`, of what it returns, and of kernels by a grid in brackets."""
+    """Yield the calls that launch kernels: `launcher(...)`, calls of its result, and `kernel[grid](...)`."""
     bound = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and is_launcher(node.value):

@@ -90,8 +90,8 @@ def sum_over_ranks(x: Tensor, plan: ContextPlan) -> Tensor:
 def connected(result: Tensor, *sources: Tensor | None) -> Tensor:
     """Return the result, which in autograd's graph depends on the sources also on a rank without tokens.
 
-    Every rank must take part in the backward of an exchange: its operand must depend on the rank's tokens, and the
-    rank's results on what was exchanged.
+    Every rank must take part in the backward of an exchange. So the operand of the exchange must depend on the rank's
+    tokens, and the rank's results must depend on the result of the exchange.
     """
     floats = [x for x in sources if x is not None and x.is_floating_point()]
     if all(x.numel() for x in (result, *floats)):

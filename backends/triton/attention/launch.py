@@ -82,7 +82,10 @@ class Operands(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None) -> "Operands":
-        """Copy what has no such stride. Args: q [B, T, H, E]; k [.., G, E or more]; v [.., G, E]."""
+        """Copy operands whose tokens have no constant stride.
+
+        Args: q: [B, T, H, E]; k: [B, T, G, E or more]; v: [B, T, G, E].
+        """
         heads = (q.shape[2], k.shape[2], q.shape[3])
         (q, q_stride), (k, k_stride), (v, v_stride) = (with_token_stride(x.flatten(2)) for x in (q, k, v))
         return cls(q, k, v, (q_stride, k_stride, v_stride), cu, heads)
