@@ -1,10 +1,10 @@
-"""Check a built site offline: every internal link must lead to a file, and every fragment to an element of that page.
+"""Check a built site offline: internal links lead to files and elements, and every public name has an entry.
 
 python docs/_ext/check_links.py build/site
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -44,9 +44,20 @@ def broken_links(site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site.resolve())}: no element for {link}"
 
 
+def missing_names(site: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield a sentence for every name of deltazoo without an entry in its reference."""
+    ids = Page((site / "api" / "deltazoo.html").read_text()).ids
+    for name in names:
+        if f"deltazoo.{name}" not in ids:
+            yield f"api/deltazoo.html: no entry for {name}"
+
+
 if __name__ == "__main__":
+    import deltazoo
+
     site = Path(sys.argv[1])
-    sentences = list(broken_links(site))
+    names = set(deltazoo.__all__) - {"conformance"}  # a module with a page of its own
+    sentences = [*broken_links(site), *missing_names(site, sorted(names))]
     if not (site / "index.html").is_file():
         sentences.append(f"{site} contains no index.html")
     sys.exit("\n".join(sentences) or None)
