@@ -4,11 +4,11 @@ B batch, T time, D width, H heads, G key-value heads, E head width, W window, N 
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from einops import rearrange
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import StateError
@@ -34,6 +34,7 @@ from deltazoo.mixers.parts.attention.split_attention import (
     gather_keys_and_values,
 )
 from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.rope_scaling import RopeScaling, check_rope_scaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
 
@@ -49,6 +50,9 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
     rotary_fraction: float = Field(
         default=1.0, gt=0, le=1, description="fraction of each head's channels with rotary embeddings"
     )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="scaling of the rotary frequencies, as transformers' rope_scaling; None: none"
+    )
     qk_norm: Literal["head", "all"] | None = Field(
         default=None,
         description="RMS norm of q and k before the rotary embeddings; head: of each head, with one weight for all "
@@ -63,6 +67,11 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
     norm_offset: float = Field(
         default=0.0, allow_inf_nan=False, description="added to the weights of the norm of q and k; 1 in Qwen3-Next"
     )
+
+    @model_validator(mode="after")
+    def _scaling_has_rotary_embeddings(self) -> Self:
+        check_rope_scaling(self.rotary_theta, self.rope_scaling)
+        return self
 
     @abstractmethod
     def window_or_none(self) -> int | None:
@@ -133,7 +142,7 @@ class AttentionMixer(Mixer):
         self.width, self.window = width, config.window_or_none()
         self.heads, self.key_value_heads, self.head_width = config.resolve_heads(width)
         self.scale = self.head_width**-0.5 if config.scale is None else config.scale
-        self.theta = config.rotary_theta
+        self.theta, self.rope_scaling = config.rotary_theta, config.rope_scaling
         self.rotary_pairs = int(config.rotary_fraction * self.head_width) // 2
         sizes = [self.heads * self.head_width, *[self.key_value_heads * self.head_width] * 2]
         self.to_qkv = nn.Linear(width, sum(sizes), bias=False)
@@ -192,7 +201,7 @@ class AttentionMixer(Mixer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
             position_BT = positions(x_BTD, offset_N, context)
-            rotation = rotation_at(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype))
+            rotation = rotation_at(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype), self.rope_scaling)
             q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         return q, k, v
 

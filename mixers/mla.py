@@ -3,11 +3,11 @@
 B batch, T time, S slots, D width, H heads, K key width, V value width, C latent width, R rotary width
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from einops import rearrange
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.context_parallel.exchange import gather_line
@@ -22,6 +22,7 @@ from deltazoo.mixers.parts.attention.caches import KVCache
 from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed
 from deltazoo.mixers.parts.attention.split_attention import attend_cached_split, attend_line
 from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.rope_scaling import RopeScaling, check_rope_scaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
 
@@ -59,8 +60,14 @@ class MLA(FilterConfig):
         allow_inf_nan=False,
         description="base of the rotary angles; None: no position embeddings",
     )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="scaling of the rotary frequencies, as transformers' rope_scaling; None: none"
+    )
     scale: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: (K + R) ** -0.5"
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="factor on the scores; None: (K + R) ** -0.5, times that of rope_scaling.mscale_all_dim",
     )
     window: int | None = Field(
         default=None, ge=1, description="tokens to attend to, the current one included; None: all"
@@ -72,6 +79,11 @@ class MLA(FilterConfig):
         default=False, description="biases of the output map, of the map to c and r, and of W' (transformers)"
     )
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norms")
+
+    @model_validator(mode="after")
+    def _scaling_has_rotary_embeddings(self) -> Self:
+        check_rope_scaling(self.rotary_theta, self.rope_scaling)
+        return self
 
     def equation(self) -> str:
         return "c_t = norm(W x_t), k_t = [W_k c_t, r_t], o_t = sum_(s <= t) softmax_s(scale q_t^T k_s) W_v c_s"
@@ -104,10 +116,11 @@ class MLAMixer(TokenCacheMixer):
         self.V = config.value_width or self.K
         self.C = config.latent_width or 4 * self.K
         self.R = self.K // 4 * 2 if config.rotary_width is None else config.rotary_width
-        self.theta, self.window = config.rotary_theta, config.window
+        self.theta, self.rope_scaling, self.window = config.rotary_theta, config.rope_scaling, config.window
         if self.theta is not None and self.R % 2:
             raise ConfigError(f"rotary_width must be even with rotary embeddings, got {self.R}")
-        self.scale = (self.K + self.R) ** -0.5 if config.scale is None else config.scale
+        score_factor = 1.0 if config.rope_scaling is None else config.rope_scaling.score_factor()
+        self.scale = score_factor * (self.K + self.R) ** -0.5 if config.scale is None else config.scale
         query_width = self.heads * (self.K + self.R)
         if config.query_rank is None:
             self.to_q: nn.Module = nn.Linear(width, query_width, bias=False)
@@ -184,7 +197,7 @@ class MLAMixer(TokenCacheMixer):
         q = torch.unflatten(self.to_q(x), -1, (self.heads, self.K + self.R))
         c, r = self._split(self.to_latent(x)[:, :, None])
         if self.theta is not None:
-            rotation = rotation_at(position_BT, self.R // 2, self.theta, state_dtype(x.dtype))
+            rotation = rotation_at(position_BT, self.R // 2, self.theta, state_dtype(x.dtype), self.rope_scaling)
             q = torch.cat([q[..., : self.K], apply_rotary(q[..., self.K :], rotation)], -1)
             r = apply_rotary(r, rotation)
         return q, self.latent_norm(c), r

@@ -47,6 +47,7 @@ _PARTS = {
     "memory.preconditioner": ["Preconditioner"],
     "projections": ["ChannelProjection", "QKVProjection", "ShareKeyValues"],
     "gates.rg_lru": ["RGLRUGate"],
+    "rope_scaling": ["RopeScaling", "ScaledFrequencies"],
     "rotary": ["Rotary", "Rotation", "apply_rotary", "rotation_at"],
     "rwkv.rwkv4": ["RWKV4Projection", "WKVBonus", "WKVGate"],
     "rwkv.rwkv6": ["RWKV6Projection"],

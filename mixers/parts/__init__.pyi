@@ -68,6 +68,8 @@ from deltazoo.mixers.parts.norms import unit_norm as unit_norm
 from deltazoo.mixers.parts.projections import ChannelProjection as ChannelProjection
 from deltazoo.mixers.parts.projections import QKVProjection as QKVProjection
 from deltazoo.mixers.parts.projections import ShareKeyValues as ShareKeyValues
+from deltazoo.mixers.parts.rope_scaling import RopeScaling as RopeScaling
+from deltazoo.mixers.parts.rope_scaling import ScaledFrequencies as ScaledFrequencies
 from deltazoo.mixers.parts.rotary import Rotary as Rotary
 from deltazoo.mixers.parts.rotary import Rotation as Rotation
 from deltazoo.mixers.parts.rotary import apply_rotary as apply_rotary

@@ -15,6 +15,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import OperandPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.rope_scaling import RopeScaling, ScaledFrequencies
 
 
 class Rotation(NamedTuple):
@@ -54,14 +55,17 @@ class Rotary(OperandPart, Stateful):
         return f"theta={self.theta:g}"
 
 
-def rotation_at(position_BT: Tensor, half: int, theta: float, dtype: torch.dtype) -> Rotation:
+def rotation_at(
+    position_BT: Tensor, half: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+) -> Rotation:
     """Return the rotation of each position by the angle position * theta^(-i / half) for channel pair i, R = half.
 
     For several tokens it is an operator, which Inductor does not fuse: it would compute cosine and sine again in every
     kernel, forward and backward, for every head.
     """
     compute = _rotation if position_BT.shape[1] == 1 else _rotation_op
-    return Rotation(*compute(position_BT, half, theta, dtype))
+    scaled = [] if scaling is None else [*scaling.frequencies(theta, half)]
+    return Rotation(*compute(position_BT, half, theta, scaled, dtype))
 
 
 def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
@@ -94,19 +98,29 @@ def angle_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _rotation(position: Tensor, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotation(
+    position: Tensor, half: int, theta: float, scaled: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Args: scaled: the fields of `ScaledFrequencies`; [] for none."""
     pair_R = torch.arange(half, device=position.device, dtype=angle_dtype(position.device))
-    angle = rotation_angle(position, theta ** (-pair_R / half), dtype)
-    return angle.cos(), angle.sin()
+    frequency_R = theta ** (-pair_R / half)
+    if not scaled:
+        angle = rotation_angle(position, frequency_R, dtype)
+        return angle.cos(), angle.sin()
+    scaling = ScaledFrequencies(*scaled)
+    angle = rotation_angle(position, scaling.apply(frequency_R), dtype)
+    return scaling.amplitude * angle.cos(), scaling.amplitude * angle.sin()
 
 
-def _rotation_shapes(position: Tensor, half: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotation_shapes(
+    position: Tensor, half: int, theta: float, scaled: list[float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     cos = position.new_empty(*position.shape, half, dtype=dtype)
     return cos, torch.empty_like(cos)
 
 
 _rotation_op = operator(
-    "rotation(Tensor position, int half, float theta, ScalarType dtype) -> (Tensor, Tensor)",
+    "rotation(Tensor position, int half, float theta, float[] scaled, ScalarType dtype) -> (Tensor, Tensor)",
     _rotation,
     _rotation_shapes,
 )

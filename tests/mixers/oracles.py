@@ -29,6 +29,7 @@ from deltazoo.mixers import (
     MixerConfig,
 )
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Mixer, Place
+from deltazoo.mixers.parts.rope_scaling import RopeScaling
 
 WIDTH = 32
 
@@ -630,6 +631,26 @@ class DeepseekV3(SoftmaxAttention):
         }
 
 
+YARN = {
+    "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5,
+    "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+
+
+class DeepseekV3Yarn(DeepseekV3):
+    """With YaRN, whose factor for long texts also multiplies the scores."""
+
+    ours = DeepseekV3.ours.model_copy(update={"rope_scaling": RopeScaling(**YARN)})
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+        self.config.rope_parameters = YARN | {"rope_theta": 10000.0}
+        self.theirs = modeling_deepseek_v3.DeepseekV3Attention(self.config, 0)
+        self.rotary = modeling_deepseek_v3.DeepseekV3RotaryEmbedding(self.config)
+
+
 class KimiLinearAttention(SoftmaxAttention):
     """MLA without position embeddings."""
 
@@ -668,5 +689,6 @@ ORACLES: list[type[Oracle]] = [
     OlmoHybridAttention,
     Qwen3NextAttention,
     DeepseekV3,
+    DeepseekV3Yarn,
     KimiLinearAttention,
 ]
