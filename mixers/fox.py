@@ -13,9 +13,10 @@ from deltazoo.backends.ops.forgetting_attention import (
     attention_with_cache,
     decode_attention,
     forgetting_attention,
-    is_supported,
+    refusals,
 )
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
 from deltazoo.mixers.core.sequences import positions, token_counts
@@ -38,6 +39,7 @@ from deltazoo.mixers.parts.gates.forget_gates import (
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
+KERNEL = "forgetting attention"  # in the records of `watch`
 QK_NORM_EPS = 1e-5  # the published code fixes it for q and k
 
 
@@ -131,7 +133,8 @@ class FoXMixer(TokenCacheMixer):
         q, k, v = self._operands(x, state, new, context)
         log_f = self.forget(x, context)
         with without_autocast(q):
-            if state is None and context.parallel is None and is_supported(q):
+            is_alone = state is None and context.parallel is None
+            if is_alone and runs_by_kernel(KERNEL, refusals(q)):
                 o = forgetting_attention(q, k, v, log_f, self.scale, context.cu_seqlens)
             else:
                 sums = self._sum_gates(log_f, state, new, context)
@@ -156,7 +159,7 @@ class FoXMixer(TokenCacheMixer):
         """Attend with the gates as channels of the keys, which the cache stores as well."""
         q, k, v = in_gate_dtype(q, k, v)
         k = keys_with_gates(k, sums, self.scale)
-        if state is not None and state["k"].dtype == q.dtype and not torch.is_grad_enabled() and is_supported(q):
+        if state is not None and runs_by_kernel(KERNEL, _cache_refusals(q, state["k"])):
             self.append({"k": k, "v": v}, state, new, q, context)
             return self._attend_cache(q, new, context)
         q = queries_with_gates(q, self.key_value_heads)
@@ -210,6 +213,15 @@ class FoXMixer(TokenCacheMixer):
             heads = (mix * previous.view(heads.shape) + (1 - mix) * heads).to(heads.dtype)
         k, v = heads.chunk(2, 2)
         return k, v
+
+
+def _cache_refusals(q: Tensor, cached_k: Tensor) -> list[str]:
+    """Return why no kernel attends to a cache."""
+    if torch.is_grad_enabled():
+        return ["it has no gradients with a cache."]
+    if cached_k.dtype != q.dtype:
+        return [f"it needs a cache in {q.dtype}, the dtype of q, got {cached_k.dtype}."]
+    return refusals(q)
 
 
 def _normalize(norm: HeadNorm | None, heads: Tensor, x: Tensor, context: Context) -> Tensor:

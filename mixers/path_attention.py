@@ -15,15 +15,16 @@ from deltazoo.backends.ops.path_attention import (
     PathInputs,
     PathPast,
     PathToken,
-    has_decode_kernels,
-    has_kernels,
     path_attention,
     path_decode_,
     path_prefill,
+    refusals,
 )
 from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
 from deltazoo.mixers.core.sequences import segment_cumsum, token_counts, unpack
@@ -42,6 +43,8 @@ from deltazoo.mixers.parts.gates.forget_gates import (
     with_gates,
 )
 from deltazoo.mixers.parts.norms import RMSNorm
+
+KERNEL = "PaTH attention"  # in the records of `watch`
 
 
 class PathAttention(AttentionHeadsConfig, FilterConfig):
@@ -162,7 +165,7 @@ class PathAttentionMixer(TokenCacheMixer):
             self.check_cache(state, x, context)
         operands = self._operands(x, state, new, context)
         with without_autocast(x):
-            if state is None and has_kernels(operands.q, operands.v):
+            if state is None and runs_by_kernel(KERNEL, refusals(operands.q, operands.v)):
                 o = self._attend_by_kernels(operands, context)
             elif state is not None and self._prefills_by_kernels(operands, context):
                 o = self._prefill_by_kernels(operands, state, new, context)
@@ -198,8 +201,10 @@ class PathAttentionMixer(TokenCacheMixer):
         return path_attention(self._inputs(operands, context), self.scale)
 
     def _prefills_by_kernels(self, operands: Operands, context: Context) -> bool:
-        several = operands.q.shape[1] > 1 or context.cu_seqlens is not None
-        return several and not torch.is_grad_enabled() and has_kernels(operands.q, operands.v)
+        if operands.q.shape[1] == 1 and context.cu_seqlens is None:
+            return False
+        without_gradients = ["it has no gradients with a cache."] if torch.is_grad_enabled() else []
+        return runs_by_kernel(KERNEL, without_gradients or refusals(operands.q, operands.v))
 
     def _prefill_by_kernels(
         self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
@@ -244,7 +249,8 @@ class PathAttentionMixer(TokenCacheMixer):
     ) -> Tensor:
         q, k, v, w, beta = operands
         (S, T), seen = (state["k"].shape[1], q.shape[1]), state["seen"]
-        if T == 1 and not torch.is_grad_enabled() and has_decode_kernels(q):
+        without_gradients = ["it has no gradients with a cache."] if torch.is_grad_enabled() else []
+        if T == 1 and runs_by_kernel("PaTH decode", without_gradients or kernel_refusals(q)):
             real = None if context.mask is None else context.mask[:, 0]
             o = path_decode_(PathToken(*operands, real), state["k"], state["v"], seen, self.scale)
             new.update(k=state["k"], v=state["v"], seen=seen.add_(token_counts(q, context)))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
-from deltazoo.backends.torch_ext.modes import functorch_is_active
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.triton.rotary import op as kernels
 from deltazoo.backends.triton.rotary.op import RotaryOperands as RotaryOperands
 
@@ -33,17 +32,15 @@ class Rotated(NamedTuple):
     state: Tensor
 
 
-def is_supported(q: Tensor) -> bool:
-    """Whether the kernels run on the device of q, with its dtype and width. They have no rule for torch.func.vmap."""
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return False
-    if q.numel() == 0 or q.shape[-1] > kernels.MAX_WIDTH:
-        return False
-    return runs_elementwise_kernels(q.device.type, q.device.index, q.dtype)
+def refusals(q: Tensor) -> list[str]:
+    """Return why the kernels do not rotate q, one sentence each; [] if they do."""
+    if q.shape[-1] > kernels.MAX_WIDTH:
+        return [f"heads must have at most {kernels.MAX_WIDTH} channels, got {q.shape[-1]}."]
+    return kernel_refusals(q)
 
 
 def rotate(x: RotaryOperands) -> Rotated:
-    """Rotate q and k, for which `is_supported` holds; differentiable once. Sums of angles are exact modulo 2 pi."""
+    """Rotate q and k, without `refusals`; differentiable once. Sums of angles are exact modulo 2 pi."""
     run = (
         _Rotate.apply
         if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)

@@ -15,7 +15,7 @@ from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, diffe
 from deltazoo.backends.torch_ext.wide_product import add_product_
 from deltazoo.backends.triton.loss import op as kernel
 from deltazoo.backends.update.base import state_dtype
-from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
+from deltazoo.backends.update.watch import runs_by_kernel
 
 IGNORE_INDEX = -100
 Reduction = Literal["mean", "sum", "none"]
@@ -202,11 +202,9 @@ def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _losses_(rows: _Rows, options: _Options, losses_R: Tensor, gradients: bool) -> None:
     """Store the losses. With `gradients` overwrite the logits x W^T by their gradients."""
-    if kernel.is_supported(rows.logits_RL):
+    if runs_by_kernel("cross entropy", kernel.refusals(rows.logits_RL)):
         kernel.losses_(*rows, losses_R, gradients, options.ignore_index, options.z_loss, options.cap)
         return
-    if is_watched():
-        record_run(RunRecord("torch", "cross entropy"))
     for block, out_R in _blocks(rows, losses_R):
         _block_losses_(block, options, out_R, gradients)
 

@@ -12,19 +12,17 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
-from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.attention import op as kernels
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.limits import kernel_refusals
 
 MAX_WIDTH = 256
 
 
-def is_supported(q: Tensor) -> bool:
-    """Whether the kernels run on the device of queries q [B, T, H, E], with their dtype and width."""
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return False
-    has_size = q.shape[-1] <= MAX_WIDTH and q.shape[0] > 0 and q.shape[1] > 0
-    return has_size and runs_elementwise_kernels(q.device.type, q.device.index, q.dtype)
+def refusals(q: Tensor) -> list[str]:
+    """Return why the kernels do not attend from queries q [B, T, H, E], one sentence each; [] if they do."""
+    if q.shape[-1] > MAX_WIDTH:
+        return [f"heads must have at most {MAX_WIDTH} channels, got {q.shape[-1]}."]
+    return kernel_refusals(q)
 
 
 def forgetting_attention(
@@ -33,7 +31,7 @@ def forgetting_attention(
     """Attend causally among the tokens of the call; differentiable once.
 
     Args:
-        q: [B, T, H, E], for which `is_supported` holds; k, v: [B, T, G, E] in the same dtype.
+        q: [B, T, H, E], without `refusals`; k, v: [B, T, G, E] in the same dtype.
         log_f: [B, T, H] float32, natural logarithms of the gates, at most 0.
         cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1. The tokens after the last one are a further
             sequence.
@@ -52,7 +50,7 @@ def attention_with_cache(
     """Attend from new tokens to a cache that includes them, without gradients.
 
     Args:
-        q: [B, T, H, E], for which `is_supported` holds.
+        q: [B, T, H, E], without `refusals`.
         k: [N, S, G, E or more], of which E channels count. v: [N, S, G, E].
         sums: [N, S, H] float32, log f_1 + ... + log f_s for the token in each slot.
         before, ends: [N] int64. Query t of sequence n has position before[n] + t; slots from ends[n] on are empty.
@@ -66,7 +64,7 @@ def attention_with_cache(
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float) -> Tensor:
     """Attend from one token per sequence to its cache, without gates and gradients; widths of k and v may differ.
 
-    Args: q: [B, 1, H, E], for which `is_supported` holds; k: [B, S, G, E]; v: [B, S, G, V]; ends: [B] int64, the number
+    Args: q: [B, 1, H, E], without `refusals`; k: [B, S, G, E]; v: [B, S, G, V]; ends: [B] int64, the number
         of filled slots.
     Returns: [B, 1, H, V], 0 for an empty cache.
     """

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
-from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.glu.op import glu, glu_backward
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
 
 Activation = Literal["silu", "gelu", "relu2"]
 
@@ -27,13 +25,6 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return F.relu(x).square()
 
 
-def is_supported(hidden: Tensor) -> bool:
-    """Whether `glu_linear` runs on the device of this tensor, with its dtype. It has no rule for torch.func.vmap."""
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return False
-    return runs_elementwise_kernels(hidden.device.type, hidden.device.index, hidden.dtype)
-
-
 def glu_linear(hidden: Tensor, weight_DF: Tensor, activation: Activation) -> Tensor:
     """Compute y = W (phi(gate) * up) for each row (gate, up) of `hidden`.
 
@@ -42,7 +33,7 @@ def glu_linear(hidden: Tensor, weight_DF: Tensor, activation: Activation) -> Ten
     of gate and up reaches two thirds of the memory bandwidth.
 
     Args:
-        hidden: [..., 2 F], on a device and with a dtype that `is_supported` allows.
+        hidden: [..., 2 F], without `kernel_refusals`.
         weight_DF: [D, F]; under autocast both are cast to its dtype.
         activation: phi: "silu", "gelu" (tanh approximation), or "relu2", max(x, 0)^2.
     Returns: [..., D], with the dtype of the weight.

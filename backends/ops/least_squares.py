@@ -17,9 +17,12 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
-from deltazoo.backends.torch_ext.modes import functorch_is_active, is_exporting
+from deltazoo.backends.torch_ext.devices import device_type
+from deltazoo.backends.torch_ext.modes import is_exporting
 from deltazoo.backends.triton.least_squares import op as kernels
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import state_dtype
+from deltazoo.backends.update.watch import runs_by_kernel
 
 MIN_LOG_DECAY = -66.5  # a smaller decay than 2^-96 is negligible; differences of infinite ones would be NaN
 _CHUNK = 64
@@ -83,11 +86,10 @@ def _detached(systems: LeastSquares) -> list[Tensor | None]:
 
 
 def _has_kernel(k: Tensor) -> bool:
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return False
-    if k.shape[-1] > kernels.MAX_WIDTH or k.numel() == 0:
-        return False
-    return kernels.runs_on(k.device.type, k.device.index, k.dtype)
+    reasons = [f"keys must have at most {kernels.MAX_WIDTH} channels, got {k.shape[-1]}."]
+    if k.shape[-1] <= kernels.MAX_WIDTH:
+        reasons = kernel_refusals(k) or [*kernels.device_refusals(device_type(k), k.device.index, k.dtype)]
+    return runs_by_kernel("least squares", reasons)
 
 
 def conjugate_gradients(multiply: Callable[[Tensor], Tensor], b: Tensor, steps: int) -> Tensor:

@@ -7,20 +7,18 @@ bucket of a Fenwick tree over the past; the last level holds all older tokens. T
 erased as in the gated delta rule. Source: Guo 2025, arXiv 2506.04761.
 """
 
-import torch
-
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.triton.levels.op import level_scan, level_step_
-from deltazoo.backends.triton.levels.operands import CHUNK, LevelOperands, are_supported, runs_level_kernels
+from deltazoo.backends.triton.levels.operands import CHUNK, LevelOperands, level_refusals, operand_refusals
+from deltazoo.backends.triton.limits import kernel_refusals
 
-__all__ = ["CHUNK", "LevelOperands", "is_supported", "level_scan", "level_step_"]
+__all__ = ["CHUNK", "LevelOperands", "level_scan", "level_step_", "refusals"]
 
 
-def is_supported(x: LevelOperands) -> bool:
-    """Whether the kernels run on the device of the operands, with their dtypes, widths and levels.
+def refusals(x: LevelOperands) -> list[str]:
+    """Return why the kernels do not compute the operands, one sentence each; [] if they do.
 
-    They take 16-bit floats of one dtype, K <= 128 and 8 to 23 levels. They have no rule for torch.func.vmap.
+    They take 16-bit floats of one dtype, K <= 128 and 8 to 23 levels.
     """
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return False
-    return are_supported(x) and runs_level_kernels(x.q.device.type, x.q.device.index, x.q.dtype)
+    reasons = operand_refusals(x) or kernel_refusals(x.q)
+    return reasons or [*level_refusals(device_type(x.q), x.q.device.index, x.q.dtype)]

@@ -15,21 +15,20 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
-from deltazoo.backends.torch_ext.modes import functorch_is_active
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.triton.norm import op as kernels
 from deltazoo.backends.update.base import state_dtype
 
 GateActivation = Literal["silu", "sigmoid"]
 
 
-def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels run on the device of x, with its dtype and rows. They have no rule for torch.func.vmap."""
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return False
-    if type(weight) is not torch.nn.Parameter or weight.shape != x.shape[-1:] or x.shape[-1] > kernels.MAX_WIDTH:
-        return False
-    return x.numel() > 0 and runs_elementwise_kernels(x.device.type, x.device.index, x.dtype)
+def refusals(x: Tensor, weight: Tensor) -> list[str]:
+    """Return why the kernels do not compute the norm of x, one sentence each; [] if they do."""
+    if type(weight) is not torch.nn.Parameter or weight.shape != x.shape[-1:]:
+        return ["it needs a weight that is a parameter of the width of a row."]
+    if x.shape[-1] > kernels.MAX_WIDTH:
+        return [f"rows must have at most {kernels.MAX_WIDTH} numbers, got {x.shape[-1]}."]
+    return kernel_refusals(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -42,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute h = x + branch, or h = x, and its RMS norm.
 
-    Args: x, branch: [..., D], for which `is_supported` holds; weight: [D].
+    Args: x, branch: [..., D], without `refusals`; weight: [D].
     Returns: h and the norm, in the dtype of h. Use h instead of x from here on: its gradient is added in the kernel.
     """
     h, y = _AddNorm.apply(x, branch, weight, eps)
@@ -52,7 +51,7 @@ def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: GateActivation) -> Tensor:
     """Compute the RMS norm of each head of x, times phi(gate), rounded once.
 
-    Args: x: [..., heads, D], for which `is_supported` holds; gate: [..., heads * D]; weight: [D].
+    Args: x: [..., heads, D], without `refusals`; gate: [..., heads * D]; weight: [D].
     """
     y: Tensor = _GatedNorm.apply(x.flatten(0, -3), gate.flatten(0, -2), weight, eps, activation)
     return y.view(x.shape)

@@ -54,12 +54,16 @@ class ConvInputs(NamedTuple):
 
 
 class ConvMeta(NamedTuple):
-    """Description of the operands from which a backend decides whether it has a kernel. dtype: of x."""
+    """Description of the operands from which a backend decides whether it has a kernel.
+
+    Args: dtype: of x. single: whether T = 1.
+    """
 
     device: str
     dtype: torch.dtype
     taps: int
     parts: tuple[ConvPart, ...]
+    single: bool = False
 
 
 def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:

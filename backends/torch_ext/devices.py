@@ -51,6 +51,29 @@ def usable_device(device: str | torch.device) -> torch.device:
     return parsed
 
 
+@contextlib.contextmanager
+def simulated_device(device: "DeviceSpec") -> Iterator[None]:
+    """Let meta tensors pass for tensors on a GPU, in all threads, which this machine need not have.
+
+    Code that chooses kernels by `device_type` and `DeviceSpec.current` then chooses those of this GPU.
+    """
+    _simulated.append(device)
+    try:
+        yield
+    finally:
+        _simulated.remove(device)
+
+
+def is_simulated() -> bool:
+    """Whether a `simulated_device` is active."""
+    return bool(_simulated)
+
+
+def device_type(x: torch.Tensor) -> str:
+    """Return the device type of a tensor, "cuda" for a meta tensor on a `simulated_device`."""
+    return "cuda" if x.is_meta and _simulated else x.device.type
+
+
 def devices() -> list[str]:
     """List the devices that torch can use on this machine, "cpu" first."""
     names = ["cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))]
@@ -100,8 +123,10 @@ class DeviceSpec(NamedTuple):
     def current(index: int | None = None) -> "DeviceSpec":
         """Return the properties of a GPU, which are read once; None is the current GPU.
 
-        Without a GPU they are those of Triton's interpreter.
+        Without a GPU they are those of Triton's interpreter; on a `simulated_device` its own.
         """
+        if _simulated:
+            return _simulated[-1]
         if index is not None:
             return _properties(index)
         # `is_available` takes the driver about as long as a small kernel runs
@@ -124,6 +149,7 @@ class DeviceSpec(NamedTuple):
         raise ConfigError(f"device name must be one of {known}, got {cut(name)}{hint}")
 
 
+_simulated: list[DeviceSpec] = []
 INTERPRETER = DeviceSpec("interpreter", "interpreter", (0, 0), 1, 2**20)
 KNOWN_DEVICES = tuple(DeviceSpec(name, *properties) for name, properties in KNOWN_GPUS.items())
 

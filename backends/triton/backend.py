@@ -171,11 +171,11 @@ class TritonBackend(Backend):
         too_wide = [part.unit for part in meta.parts if part.unit > conv.WIDEST_UNIT]
         if too_wide:
             reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {too_wide[0]}.")
+        if meta.single:
+            reasons.append("Inductor fuses the convolution of a single token with neighbouring operations.")
         return reasons
 
     def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
-        if inputs.x.shape[1] == 1:
-            return super().short_conv(inputs, parts)  # Inductor fuses it
         refuse_forward_mode(self.name, inputs)
         return conv.short_conv(inputs, parts)
 

@@ -3,8 +3,10 @@
 import functools
 
 import torch
+from torch import Tensor
 
-from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, installed_triton
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, device_type, installed_triton
+from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 _OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)
@@ -67,13 +69,34 @@ def current_limits(grad: bool, channel: bool = False) -> tuple[tuple[str, ...], 
     return limits_of(_no_gpu() if device is INTERPRETER else device, grad, channel)
 
 
+def kernel_refusals(x: Tensor) -> list[str]:
+    """Say why no kernel beside the update runs on a tensor; [] if they run. For calls also inside torch.compile."""
+    if not torch.compiler.is_compiling() and functorch_is_active():
+        return ["it has no rule for the transforms of torch.func."]
+    if x.numel() == 0:
+        return ["it needs tensors with at least one number."]
+    device = device_type(x)
+    if runs_elementwise_kernels(device, x.device.index, x.dtype):
+        return []
+    return [*elementwise_refusals(device, x.device.index, x.dtype)]
+
+
 @constant_in_graphs
 def runs_elementwise_kernels(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
-    """Whether the kernels of the loss and of the MLP run on a device: an NVIDIA GPU, not in float64."""
-    if device_type != "cuda" or dtype not in _DTYPES or not installed_triton():
-        return False
-    with torch.cuda.device(index):
-        return not current_limits(False)[0]
+    """Whether the kernels beside the update run on a device: an NVIDIA GPU, not in float64."""
+    return not elementwise_refusals(device_type, index, dtype)
+
+
+@constant_in_graphs
+def elementwise_refusals(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """Say why the kernels beside the update do not run on a device; () if they run."""
+    if device_type != "cuda":
+        return (f"it needs tensors on 'cuda', got '{device_type}'.",)
+    if dtype not in _DTYPES:
+        return (f"it computes in float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}.",)
+    if not installed_triton():
+        return ("it needs the package triton, which is not installed.",)
+    return limits_of(DeviceSpec.current(index), False)[0]
 
 
 def size_refusals(name: str, shared_memory: int, dtype: torch.dtype, K: int, V: int, grad: bool) -> list[str]:

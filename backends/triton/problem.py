@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
+from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, is_simulated
 
 Decay = Literal["none", "fixed", "head", "channel"]
 Transition = Literal["additive", "delta", "dplr"]
@@ -151,4 +151,6 @@ def architecture(device: DeviceSpec) -> str:
 
 def device_spec(index: int | None) -> DeviceSpec:
     """The device of tensors with this CUDA index; None: CPU tensors, which Triton's interpreter computes on."""
-    return INTERPRETER if index is None else DeviceSpec.current(index)
+    if index is None and not is_simulated():
+        return INTERPRETER
+    return DeviceSpec.current(index)

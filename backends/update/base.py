@@ -17,7 +17,7 @@ from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
-from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.torch_ext.devices import DeviceSpec, device_type
 from deltazoo.backends.update.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.update.spec import UpdateSpec
 
@@ -111,7 +111,7 @@ class UpdateMeta(NamedTuple):
         """Describe inputs that have been checked."""
         grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         return UpdateMeta(
-            device=inputs.q.device.type,
+            device=device_type(inputs.q),
             dtype=inputs.q.dtype,
             H=inputs.q.shape[2],
             HV=inputs.v.shape[-2],

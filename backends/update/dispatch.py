@@ -12,11 +12,12 @@ from deltazoo.backends.io.errors import OperandError, PluginError, UnsupportedEr
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, check_conv, short_conv
 from deltazoo.backends.torch_ext.autograd import distinct
+from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.update.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.update.spec import UpdateSpec
-from deltazoo.backends.update.watch import RunRecord, is_watched, record_run, record_traced
+from deltazoo.backends.update.watch import record_call
 
 Candidates = dict[str, tuple[Backend, ...]]  # device type -> backends in order of preference; "" is any other device
 Refusal = tuple[Backend, list[str]]
@@ -53,7 +54,7 @@ class BoundUpdate:
         if torch.compiler.is_compiling():
             inputs = UpdateInputs._make(distinct(inputs))
         backend = self.backend_for(UpdateMeta.of(inputs))
-        _record(backend.name, "update")
+        record_call(backend.name, "update")
         with without_autocast(inputs.q):
             out = backend.forward(self.spec, inputs)
         if not isinstance(out, UpdateOutput):
@@ -71,7 +72,7 @@ class BoundUpdate:
         check(self.spec, inputs)
         check_step(self.spec, inputs, states, slots)
         backend = self.backend_for(UpdateMeta.of(inputs)._replace(grad=False))
-        _record(backend.name, "step")
+        record_call(backend.name, "step")
         with without_autocast(inputs.q):
             return backend.step_(self.spec, inputs, states, slots)
 
@@ -95,7 +96,7 @@ class BoundUpdate:
         check(self.spec, inputs)
         check_verify(self.spec, inputs, states, slots)
         backend = self.backend_for(UpdateMeta.of(inputs)._replace(grad=False))
-        _record(backend.name, "verify")
+        record_call(backend.name, "verify")
         with without_autocast(inputs.q):
             return backend.verify_(self.spec, inputs, states, slots)
 
@@ -116,7 +117,7 @@ class BoundUpdate:
         """
         check_commit(self.spec, draft, states, slots, accepted)
         backend = self.backend_for(UpdateMeta.of(draft.inputs)._replace(grad=False))
-        _record(backend.name, "commit")
+        record_call(backend.name, "commit")
         with without_autocast(states):
             backend.commit_(self.spec, draft, states, slots, accepted)
 
@@ -130,7 +131,7 @@ class BoundUpdate:
         if backend.carried_unsupported(self.spec, meta):
             return None
         check(self.spec, inputs)
-        _record(backend.name, "update")
+        record_call(backend.name, "update")
         with without_autocast(inputs.q):
             return backend.carried(self.spec, inputs, links)
 
@@ -159,10 +160,10 @@ class BoundUpdate:
         if step.spec is not self.spec and step.spec != self.spec:
             raise OperandError(f"step.spec must be the one that was bound, {self.spec!r}, got {step.spec!r}")
         check_fused_decode(step, inputs, states, slots)
-        backend, reasons = self._fused_decode_backend(step, inputs.qkv.device.type, inputs.qkv.dtype)
+        backend, reasons = self._fused_decode_backend(step, device_type(inputs.qkv), inputs.qkv.dtype)
         if reasons:
             raise UnsupportedError(f"backend {backend.name!r} cannot fuse this decode step: {' '.join(reasons)}")
-        _record(backend.name, "fused step")
+        record_call(backend.name, "fused step")
         return backend.fused_decode_step_(step, inputs, states, slots)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
@@ -223,17 +224,28 @@ class BoundConv:
     def __call__(self, inputs: ConvInputs) -> tuple[Tensor, ...]:
         """Compute the convolution. Returns: [B, T, channels] for each part. Raises: InputError or a subclass."""
         check_conv(inputs, self.parts)
-        backend = self.backend_for(inputs.x.device.type, inputs.x.dtype, inputs.weight.shape[-1])
-        _record("torch" if backend is None else backend.name, "short conv")
-        return short_conv(inputs, self.parts) if backend is None else backend.short_conv(inputs, self.parts)
+        single = inputs.x.shape[1] == 1
+        backend, reasons = self._choose(device_type(inputs.x), inputs.x.dtype, inputs.weight.shape[-1], single)
+        if backend is None:
+            record_call("torch", "short conv", " ".join(reasons))
+            return short_conv(inputs, self.parts)
+        record_call(backend.name, "short conv")
+        return backend.short_conv(inputs, self.parts)
 
     def backend_for(self, device: str, dtype: torch.dtype, taps: int) -> Backend | None:
-        """Return the backend whose kernel supports such tensors; None means plain torch."""
-        meta = ConvMeta(device, dtype, taps, self.parts)
+        """Return the backend whose kernel supports such tensors of several tokens; None means plain torch."""
+        return self._choose(device, dtype, taps, single=False)[0]
+
+    def _choose(self, device: str, dtype: torch.dtype, taps: int, single: bool) -> tuple[Backend | None, list[str]]:
+        """Return the first backend with a kernel, or None and the reasons of the first candidate."""
+        meta = ConvMeta(device, dtype, taps, self.parts, single)
+        reasons: list[str] = []
         for backend in self._candidates.get(device, self._candidates[""]):
-            if not backend.short_conv_unsupported(meta):
-                return backend
-        return None
+            refused = backend.short_conv_unsupported(meta)
+            if not refused:
+                return backend, []
+            reasons = reasons or refused
+        return None, reasons
 
     def __reduce__(self) -> tuple[object, ...]:
         return _bound_conv, (self.parts, self.requested)
@@ -322,13 +334,6 @@ def _bound_conv(parts: tuple[ConvPart, ...], requested: str | Backend | None) ->
 
 def _candidate_names(candidates: Candidates) -> dict[str, list[str]]:
     return {device or "other": [backend.name for backend in backends] for device, backends in candidates.items()}
-
-
-def _record(backend: str, name: str) -> None:
-    if torch.compiler.is_compiling():
-        record_traced(backend, name)
-    elif is_watched():
-        record_run(RunRecord(backend, name))
 
 
 def _diverse_metas(device: str) -> list[UpdateMeta]:

@@ -1,9 +1,11 @@
-"""Record which backends compute updates and which kernels are launched."""
+"""Record what computes each operator, a backend or plain torch, and which kernels are launched."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
 
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
@@ -12,16 +14,18 @@ class RunRecord(NamedTuple):
     """One call of a backend, or one launch of a kernel.
 
     Args:
-        backend: name of the backend; "torch" for a short convolution or a cross entropy in plain torch.
-        name: "update", "step", "verify", "commit", "fused step", "short conv" or "cross entropy" for a call, the
-            kernel's name for a launch.
+        backend: name of the backend; "torch" for an operator in plain torch.
+        name: "update", "step", "verify", "commit", "fused step", or the operator beside the update, such as
+            "short conv", for a call; the kernel's name for a launch.
         programs, warps: the launch's grid size and warps per program; 0 for a call.
+        reason: why plain torch computes the operator; "" for a kernel.
     """
 
     backend: str
     name: str
     programs: int = 0
     warps: int = 0
+    reason: str = ""
 
 
 class RunLog:
@@ -41,9 +45,10 @@ class RunLog:
 
     def __str__(self) -> str:
         lines = []
-        for (backend, name, programs, warps), count in Counter(self.runs).items():
+        for (backend, name, programs, warps, reason), count in Counter(self.runs).items():
             grid = f", {programs} programs of {warps} warps" if programs else ""
-            lines.append(f"{count} x {backend}: {name}{grid}")
+            why = f": {reason}" if reason else ""
+            lines.append(f"{count} x {backend}: {name}{grid}{why}")
         if self.traced:
             lines.append(f"traced into a compiled graph: {_names(self.traced)}. {_HIDDEN}")
         if not lines and _traced_before:
@@ -88,6 +93,24 @@ def record_run(run: RunRecord) -> None:
     """Append a record to the log of every active `watch` block."""
     for log in tuple(_active_logs):
         log.runs.append(run)
+
+
+def record_call(backend: str, name: str, reason: str = "") -> None:
+    """Record which backend computes a call, in eager code or while torch.compile traces it."""
+    if torch.compiler.is_compiling():
+        record_traced(backend, name)
+    elif _active_logs:
+        record_run(RunRecord(backend, name, reason=reason))
+
+
+def runs_by_kernel(operator: str, refusals: Sequence[str]) -> bool:
+    """Record whether the kernels of the triton backend compute a call of an operator, and return it.
+
+    Args: refusals: the reasons against them, one sentence each; with any of them plain torch computes the call.
+    """
+    if torch.compiler.is_compiling() or _active_logs:
+        record_call("torch" if refusals else "triton", operator, " ".join(refusals))
+    return not refusals
 
 
 @constant_in_graphs

@@ -15,6 +15,8 @@ from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.ops import glu_linear
 from deltazoo.backends.ops.glu_linear import Activation, activate
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.triton.limits import kernel_refusals
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.patterns import Term
@@ -131,11 +133,17 @@ class DenseMlp(Mlp):
     def _map_out(self, hidden_BTF: Tensor) -> Tensor:
         if not self.config.gated:
             return self.out(activate(hidden_BTF, self.config.activation))
-        has_plain_map = is_plain_linear(self.out) and self.out.bias is None
-        if torch.is_grad_enabled() and has_plain_map and glu_linear.is_supported(hidden_BTF):
+        if runs_by_kernel("gated MLP", self._kernel_refusals(hidden_BTF)):
             return glu_linear.glu_linear(hidden_BTF, self.out.weight, self.config.activation)
         gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)
         return self.out(activate(gate_BTF, self.config.activation) * up_BTF)
+
+    def _kernel_refusals(self, hidden_BTF: Tensor) -> list[str]:
+        if not torch.is_grad_enabled():
+            return ["without gradients Inductor fuses the activation with neighbouring operations."]
+        if not is_plain_linear(self.out) or self.out.bias is not None:
+            return ["it needs an output map that is a plain nn.Linear without a bias."]
+        return kernel_refusals(hidden_BTF)
 
     def extra_repr(self) -> str:
         return f"{self.config.activation!r}, gated={self.config.gated}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.context_parallel.exchange import states_of_documents
 from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.update.check import check_integer
@@ -81,7 +82,7 @@ class Update(nn.Module, HasBackend):
 
     def takes_packs(self, x: Tensor) -> bool:
         """Whether the backend for rows of x also computes packed sequences. Args: x: input of the mixer."""
-        meta = self.meta(x.device.type, linear_output_dtype(x), grad=torch.is_grad_enabled())
+        meta = self.meta(device_type(x), linear_output_dtype(x), grad=torch.is_grad_enabled())
         return not self.bound.backend_for(meta).unsupported(self.spec, meta._replace(packed=True))
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
@@ -238,7 +239,7 @@ class DeltaMixer(Mixer):
         """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse."""
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
-        bound, device = self.update.bound, x_BTD.device.type
+        bound, device = self.update.bound, device_type(x_BTD)
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
-from deltazoo.backends.ops.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, is_supported
+from deltazoo.backends.ops.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, refusals
 from deltazoo.backends.ops.rms_norm import rms_norm as rms_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
@@ -249,8 +250,12 @@ def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[
 
 
 def _has_kernel(norm: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
-    """Whether a kernel computes the norm of x: while gradients are recorded, where `is_supported`, if it is plain."""
-    return torch.is_grad_enabled() and is_plain(norm) and is_supported(x, weight)
+    """Whether a kernel computes the norm of x: while gradients are recorded, without `refusals`, if it is plain."""
+    if not torch.is_grad_enabled():
+        return runs_by_kernel("rms norm", ["without gradients Inductor fuses it with neighbouring operations."])
+    if not is_plain(norm):
+        return runs_by_kernel("rms norm", ["it needs a norm without hooks, with plain parameters."])
+    return runs_by_kernel("rms norm", refusals(x, weight))
 
 
 def unit_norm(x: Tensor, norm: UnitNormKind = "l2") -> Tensor:

@@ -13,7 +13,7 @@ from deltazoo import watch
 from deltazoo.backends.ops import cross_entropy
 from deltazoo.backends.ops.cross_entropy import linear_cross_entropy
 from deltazoo.backends.triton.loss import op as kernel
-from deltazoo.backends.triton.loss.op import is_supported, losses_
+from deltazoo.backends.triton.loss.op import losses_, refusals
 
 IGNORED = -100
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -90,7 +90,7 @@ def test_a_target_outside_the_vocabulary_gives_nan():
 @needs_triton
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_the_fused_loss_runs_the_kernel(monkeypatch, reduction):
-    monkeypatch.setattr(cross_entropy.kernel, "is_supported", lambda logits: True)
+    monkeypatch.setattr(cross_entropy.kernel, "refusals", lambda logits: ())
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 8, generator=generator).to(DEVICE).requires_grad_() for rows in (23, 11))
     targets = torch.randint(0, 11, (23,), generator=generator).to(DEVICE)
@@ -100,17 +100,17 @@ def test_the_fused_loss_runs_the_kernel(monkeypatch, reduction):
         for a, b in ((x, weight), (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())):
             loss = linear_cross_entropy(a, b, targets, reduction, z_loss=0.1, cap=3.0, chunk=8)
             results.append([loss.sum().detach(), *torch.autograd.grad(loss.sum() * 3, (a, b))])
-            monkeypatch.setattr(cross_entropy.kernel, "is_supported", lambda logits: False)
+            monkeypatch.setattr(cross_entropy.kernel, "refusals", lambda logits: ("planted",))
     assert log.kernels == {"cross_entropy_kernel": 3 if reduction == "mean" else 6}
     for actual, expected in zip(*results, strict=True):
         assert_near(actual, expected, 1e-5)
 
 
 def test_the_kernel_needs_a_gpu_and_at_most_32_bits():
-    assert not is_supported(torch.zeros(2, 3))
+    assert refusals(torch.zeros(2, 3))
     if not INTERPRETED and torch.cuda.is_available():
-        assert is_supported(torch.zeros(2, 3, device="cuda"))
-        assert not is_supported(torch.zeros(2, 3, device="cuda", dtype=torch.float64))
+        assert not refusals(torch.zeros(2, 3, device="cuda"))
+        assert refusals(torch.zeros(2, 3, device="cuda", dtype=torch.float64))
 
 
 @pytest.mark.kernels

@@ -9,9 +9,11 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
-from deltazoo.backends.ops import glu_linear as module
 from deltazoo.backends.ops.glu_linear import glu_linear
+from deltazoo.backends.triton import limits
 from deltazoo.backends.triton.glu import op as launches
+from deltazoo.backends.triton.limits import kernel_refusals
+from deltazoo.blocks.model import mlp as module
 from deltazoo.blocks.model.mlp import Dense
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -141,7 +143,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 @needs_triton
 def test_an_mlp_can_be_vectorised(monkeypatch):
-    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
     mlp = Dense(width=12).build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32)
     torch.testing.assert_close(torch.func.vmap(lambda x: mlp(x[None], None).y[0])(x), mlp(x, None).y)
@@ -150,7 +152,7 @@ def test_an_mlp_can_be_vectorised(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("config", [Dense(width=12), Dense(width=12, activation="gelu")])
 def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
-    monkeypatch.setattr(module, "is_supported", lambda hidden: True)
+    monkeypatch.setattr(module, "kernel_refusals", lambda hidden: [])
     torch.manual_seed(0)
     mlp = config.build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32).requires_grad_()
@@ -161,14 +163,14 @@ def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
     with watch() as log, torch.no_grad():
         torch.testing.assert_close(mlp(x, None).y, y)
     assert not log.kernels
-    monkeypatch.setattr(module, "is_supported", lambda hidden: False)
+    monkeypatch.setattr(module, "kernel_refusals", lambda hidden: ["planted"])
     expected = torch.autograd.grad(mlp(x, None).y.sum(), [x, *mlp.parameters()])
     torch.testing.assert_close(gradients, expected)
 
 
 @needs_triton
 def test_a_compiled_mlp_is_one_graph_with_the_same_gradients(monkeypatch):
-    monkeypatch.setattr(module, "is_supported", lambda hidden: True)
+    monkeypatch.setattr(module, "kernel_refusals", lambda hidden: [])
     torch.manual_seed(0)
     mlp = Dense(width=12).build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32).requires_grad_()
@@ -182,7 +184,7 @@ def test_a_compiled_mlp_is_one_graph_with_the_same_gradients(monkeypatch):
 
 @needs_triton
 def test_an_mlp_with_a_hook_or_a_bias_keeps_its_output_map(monkeypatch):
-    monkeypatch.setattr(module, "is_supported", lambda hidden: True)
+    monkeypatch.setattr(module, "kernel_refusals", lambda hidden: [])
     x = draw(2, 3, 6, dtype=torch.float32)
     called = []
     hooked = Dense(width=12).build(6).to(DEVICE)
@@ -204,10 +206,10 @@ def test_operators_pass_opcheck():
 
 
 def test_the_kernels_need_a_gpu_and_at_most_32_bits():
-    assert not module.is_supported(torch.zeros(2, 4))
+    assert kernel_refusals(torch.zeros(2, 4))
     if not INTERPRETED and torch.cuda.is_available():
-        assert module.is_supported(torch.zeros(2, 4, device="cuda"))
-        assert not module.is_supported(torch.zeros(2, 4, device="cuda", dtype=torch.float64))
+        assert not kernel_refusals(torch.zeros(2, 4, device="cuda"))
+        assert kernel_refusals(torch.zeros(2, 4, device="cuda", dtype=torch.float64))
 
 
 @pytest.mark.kernels

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
-from deltazoo.backends.ops.log_linear import LevelOperands, is_supported, level_scan, level_step_
-from deltazoo.backends.triton.levels.operands import are_supported
+from deltazoo.backends.ops.log_linear import LevelOperands, level_scan, level_step_, refusals
+from deltazoo.backends.triton.levels.operands import operand_refusals
 from deltazoo.mixers import Context, LogLinearGDN, LogLinearMamba2
 from deltazoo.mixers.core.mixer import Mixer
 from deltazoo.mixers.core.named_tensors import NamedTensors
@@ -212,7 +212,7 @@ def test_pieces_of_a_mixer_equal_plain_torch(name, monkeypatch):
     exact.load_state_dict(mixer.state_dict())
     expected = [*results(exact, x.double(), [150]), *results(exact, x[:1].double(), [150], bounds)]
     mixer.to(DEVICE)
-    monkeypatch.setattr(part, "is_supported", are_supported)
+    monkeypatch.setattr(part, "refusals", operand_refusals)
     with watch() as log:
         actual = results(mixer, x.to(DEVICE), pieces)
     launched = {name: count for name, count in log.kernels.items() if name.startswith("level_")}
@@ -232,8 +232,8 @@ def test_gradients_of_pieces_and_of_the_states_before_them(monkeypatch):
     exact.double()
     before, x = (torch.randn(2, T, 24, dtype=DTYPE) for T in (67, 130))
     gradients = []
-    for module, supports in ((exact, lambda _: False), (mixer.to(DEVICE), are_supported)):
-        monkeypatch.setattr(part, "is_supported", supports)
+    for module, refused in ((exact, lambda _: ["planted"]), (mixer.to(DEVICE), operand_refusals)):
+        monkeypatch.setattr(part, "refusals", refused)
         weight = next(module.parameters())
         with torch.no_grad():
             _, state, _ = module(before.to(weight), module.init_state(2))
@@ -250,10 +250,10 @@ def test_gradients_of_pieces_and_of_the_states_before_them(monkeypatch):
 def test_operands_that_the_kernels_do_not_take():
     x = LevelOperands(*(None if y is None else y.float() for y in draw(Sizes(T=2), True, DTYPE)))
     narrow = x._replace(q=x.q.bfloat16(), k=x.k.bfloat16(), v=x.v.bfloat16())
-    assert are_supported(x)
+    assert not operand_refusals(x)
     for operands, runs in ((narrow, not INTERPRETED), (x, False)):
-        assert is_supported(LevelOperands(*(None if y is None else y.to(DEVICE) for y in operands))) is runs
+        assert (not refusals(LevelOperands(*(None if y is None else y.to(DEVICE) for y in operands)))) is runs
     wide = draw(Sizes(T=2, K=129), True, torch.float32)
     refused = [x._replace(q=x.q.double()), x._replace(weights=x.weights[..., :7]), x._replace(q=wide.q.float())]
     refused.append(LevelOperands(*(None if y is None else y.double() for y in x)))
-    assert not any(map(are_supported, refused))
+    assert all(map(operand_refusals, refused))

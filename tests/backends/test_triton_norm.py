@@ -9,6 +9,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import rms_norm as module
 from deltazoo.backends.ops.rms_norm import add_rms_norm, gated_rms_norm
+from deltazoo.backends.triton import limits
 from deltazoo.backends.triton.norm import op as launches
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -161,9 +162,9 @@ def test_a_layer_computes_the_same_with_and_without_the_kernels(hooked, monkeypa
     for parameter in layer.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     x = torch.randn(2, 5, 48).to(DEVICE)
-    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: False)
+    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: False)
     expected = run_layer(layer, x)
-    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
     calls = []
     outputs = layer.mixers[0].outputs
     parts = {"norm": layer.norm, "mlp_norm": layer.mlp_norm, "gate": outputs["gate"]}
@@ -181,21 +182,21 @@ def test_a_layer_computes_the_same_with_and_without_the_kernels(hooked, monkeypa
 
 def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
     x, weight = torch.ones(2, 8), torch.nn.Parameter(torch.ones(8))
-    assert not module.is_supported(x, weight)  # a CPU
-    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
-    assert module.is_supported(x, weight)
-    assert not module.is_supported(x, torch.nn.Parameter(torch.ones(2, 8)))
-    assert not module.is_supported(x, weight.detach())  # a subclass or a result of parameters has its own rules
-    assert not module.is_supported(x[:0], weight)
-    assert not torch.func.vmap(lambda row: torch.tensor(module.is_supported(row, weight)))(x).any()
+    assert module.refusals(x, weight)  # a CPU
+    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
+    assert not module.refusals(x, weight)
+    assert module.refusals(x, torch.nn.Parameter(torch.ones(2, 8)))
+    assert module.refusals(x, weight.detach())  # a subclass or a result of parameters has its own rules
+    assert module.refusals(x[:0], weight)
+    assert torch.func.vmap(lambda row: torch.tensor(bool(module.refusals(row, weight))))(x).all()
     monkeypatch.setattr(launches, "MAX_WIDTH", 7)
-    assert not module.is_supported(x, weight)
+    assert module.refusals(x, weight)
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_offset_is_added_to_the_weights_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
     norm = RMSNorm(24, EPS, offset=1.0).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight, std=0.1)
     x, branch = draw(7, 24, dtype=dtype, seed=0), draw(7, 24, dtype=dtype, seed=1)

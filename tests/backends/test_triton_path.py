@@ -18,12 +18,13 @@ from deltazoo.backends.ops.path_attention import (
     PathInputs,
     PathPast,
     PathToken,
-    has_kernels,
     path_attention,
     path_decode_,
     path_prefill,
+    refusals,
 )
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton import limits
 from deltazoo.backends.triton.attention import path_decode_op, path_op
 from deltazoo.mixers import PathAttention
 from deltazoo.mixers.core.mixer import Context
@@ -300,8 +301,8 @@ def test_a_mixer_computes_the_same_with_and_without_the_kernels(name, layout, mo
     context = {"dense": None, "pack": Context(cu_seqlens=cu), "mask": Context(mask=mask)}[layout]
     results = []
     for allowed in (True, False):
-        for name in ("runs_elementwise_kernels", "runs_flash_kernels"):
-            monkeypatch.setattr(module, name, lambda *_, allowed=allowed: allowed)
+        for of, name in ((limits, "runs_elementwise_kernels"), (module, "runs_flash_kernels")):
+            monkeypatch.setattr(of, name, lambda *_, allowed=allowed: allowed)
         with watch() as log:
             results.append(run_mixer(mixer, x, context, 3 if layout == "pack" else 2))
         launched = {"path_attention_kernel": 3, "path_past_kernel": 2, "path_decode_kernel": 3}
@@ -322,21 +323,21 @@ def test_a_second_derivative_is_refused():
 
 def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
     q = torch.ones(1, 2, 1, 16)
-    assert not has_kernels(q, q)  # a CPU
-    monkeypatch.setattr(module, "runs_elementwise_kernels", lambda *_: True)
+    assert refusals(q, q)  # a CPU
+    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
     for capability in ((9, 0), (8, 0)):
         device = DeviceSpec("a GPU", "cuda", capability, 4, 232448, "3.7.1")
         monkeypatch.setattr(DeviceSpec, "current", staticmethod(lambda _, device=device: device))
-        assert module.runs_flash_kernels("cuda", 0, torch.bfloat16) == (capability == (9, 0))
+        assert module.runs_flash_kernels(0) == (capability == (9, 0))
     monkeypatch.setattr(module, "runs_flash_kernels", lambda *_: True)
-    assert has_kernels(q, q)
-    assert not has_kernels(q[:, :0], q[:, :0])
-    assert not has_kernels(torch.ones(1, 2, 1, 72), q)  # float32 of more than 64
+    assert not refusals(q, q)
+    assert refusals(q[:, :0], q[:, :0])
+    assert refusals(torch.ones(1, 2, 1, 72), q)  # float32 of more than 64
     wide = torch.ones(1, 2, 1, 136, dtype=torch.bfloat16)
-    assert has_kernels(wide[..., :128], wide[..., :128])
-    assert not has_kernels(wide, wide[..., :128])
-    assert not has_kernels(wide[..., :128], wide)
-    assert not torch.func.vmap(lambda row: torch.tensor(has_kernels(row[None], row[None])))(q).any()
+    assert not refusals(wide[..., :128], wide[..., :128])
+    assert refusals(wide, wide[..., :128])
+    assert refusals(wide[..., :128], wide)
+    assert torch.func.vmap(lambda row: torch.tensor(bool(refusals(row[None], row[None]))))(q).all()
 
 
 @pytest.mark.kernels

@@ -26,10 +26,12 @@ from deltazoo.backends.torch_ext.custom_op import (
     mark_written,
     operator,
 )
-from deltazoo.backends.triton.fast_weights.limits import runs_neural_memory
+from deltazoo.backends.torch_ext.devices import device_type
+from deltazoo.backends.triton.fast_weights.limits import neural_memory_refusals
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.update.base import without_autocast
+from deltazoo.backends.update.watch import runs_by_kernel
 
 _TOKENS = MemoryOperands._fields[:6]
 
@@ -41,6 +43,7 @@ def neural_memory(x: MemoryOperands, size: int) -> tuple[Tensor, list[Tensor]]:
 
     Args: size: tokens per chunk.
     """
+    runs_by_kernel("neural memory", _refusals(x, size, device_type(x.q), x.q.device.index))
     if x.state and not torch.is_grad_enabled():
         return _step_op(*x, size), x.state
     if torch.is_grad_enabled() and any(y.requires_grad for y in (*x[:6], *x.first, *x.state)):
@@ -50,10 +53,13 @@ def neural_memory(x: MemoryOperands, size: int) -> tuple[Tensor, list[Tensor]]:
     return out[0], list(out[1 : 1 + 3 * len(x.first)])
 
 
+def _refusals(x: MemoryOperands, size: int, device: str, index: int | None) -> list[str]:
+    return neural_memory_refusals(device, index, x.q.dtype, (x.q.shape[3], x.first[0].shape[2]), size)
+
+
 def _supported(x: MemoryOperands, size: int) -> bool:
     device = device_of(x.q)
-    F = x.first[0].shape[2]
-    return runs_neural_memory(device.type, device.index, x.q.dtype, (x.q.shape[3], F), size)
+    return not _refusals(x, size, device.type, device.index)
 
 
 def _forward(*arguments: Any) -> list[Tensor]:

@@ -21,10 +21,12 @@ from deltazoo.backends.torch_ext.custom_op import (
     mark_written,
     operator,
 )
-from deltazoo.backends.triton.fast_weights.limits import runs_ttt_linear
+from deltazoo.backends.torch_ext.devices import device_type
+from deltazoo.backends.triton.fast_weights.limits import ttt_linear_refusals
 from deltazoo.backends.triton.operands import all_ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.update.base import without_autocast
+from deltazoo.backends.update.watch import runs_by_kernel
 
 _STATE = TTTState._fields
 _INPUTS = len(TTTOperands._fields)
@@ -35,6 +37,7 @@ def ttt_linear(x: TTTOperands) -> tuple[Tensor, TTTState]:
 
     Without gradients a state of x is updated in place, and is the new state.
     """
+    runs_by_kernel("TTT-Linear", _refusals(x, device_type(x.q), x.q.device.index))
     if x.W is not None and x.G is not None and x.b is not None and x.g is not None and not torch.is_grad_enabled():
         return _step_op(*x), TTTState(x.W, x.G, x.b, x.g)
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x):
@@ -44,9 +47,13 @@ def ttt_linear(x: TTTOperands) -> tuple[Tensor, TTTState]:
     return out[0], TTTState(*out[1:5])
 
 
+def _refusals(x: TTTOperands, device: str, index: int | None) -> list[str]:
+    return ttt_linear_refusals(device, index, x.q.dtype, x.q.shape[-1], x.rate.shape[0])
+
+
 def _supported(x: TTTOperands) -> bool:
     device = device_of(x.q)
-    return runs_ttt_linear(device.type, device.index, x.q.dtype, x.q.shape[-1], x.rate.shape[0])
+    return not _refusals(x, device.type, device.index)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.torch_ext.devices import DeviceSpec, tf32_allowed
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.limits import elementwise_refusals
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
@@ -45,15 +45,21 @@ _STEP = Options(8)
 
 
 @constant_in_graphs
-def runs_on(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
-    """Whether the kernels run on a device: an NVIDIA GPU with enough shared memory, not in float64.
+def device_refusals(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return why the kernels do not run on a device, () if they run: it needs enough shared memory.
 
     Triton 3.7.1 does not compile `solve_kernel` for compute capability 10.0.
     """
-    if not runs_elementwise_kernels(device_type, index, dtype):
-        return False
-    device = DeviceSpec.current(index)
-    return device.capability[0] != 10 and device.shared_memory >= _launch(dtype).shared_memory
+    reasons = elementwise_refusals(device_type, index, dtype)
+    if reasons:
+        return reasons
+    device, need = DeviceSpec.current(index), _launch(dtype).shared_memory
+    if device.capability[0] == 10:
+        return ("Triton does not compile it for compute capability 10.",)
+    if device.shared_memory < need:
+        has = f"{device.name} has {device.shared_memory}"
+        return (f"it needs {need} bytes of shared memory per block, and {has}.",)
+    return ()
 
 
 def _launch(dtype: torch.dtype) -> Launch:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
-from deltazoo.backends.triton.limits import current_limits, runs_elementwise_kernels
+from deltazoo.backends.triton.limits import elementwise_refusals, limits_of
 
 CHUNK = 64
 MAX_KEYS = 128
@@ -41,22 +42,33 @@ class LevelOperands(NamedTuple):
     cu: Tensor | None = None
 
 
-def are_supported(x: LevelOperands) -> bool:
-    """Whether the kernels take the dtypes, widths and levels of the operands."""
-    same = x.q.dtype == x.k.dtype == x.v.dtype and x.q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+def operand_refusals(x: LevelOperands) -> list[str]:
+    """Return why the kernels do not take the dtypes, widths and levels of the operands; [] if they do."""
+    if not x.q.dtype == x.k.dtype == x.v.dtype:
+        return [f"q, k and v must have one dtype, got {x.q.dtype}, {x.k.dtype} and {x.v.dtype}."]
+    if x.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return [f"it computes in float32, bfloat16 or float16, got {x.q.dtype}."]
+    if x.q.shape[-1] > MAX_KEYS:
+        return [f"keys must have at most {MAX_KEYS} channels, got {x.q.shape[-1]}."]
     levels = x.weights.shape[-1]
-    return same and x.q.shape[-1] <= MAX_KEYS and CHUNK.bit_length() < levels <= MAX_LEVELS
+    if not CHUNK.bit_length() < levels <= MAX_LEVELS:
+        return [f"there must be {CHUNK.bit_length() + 1} to {MAX_LEVELS} levels, got {levels}."]
+    return []
 
 
 @constant_in_graphs
-def runs_level_kernels(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
-    """Whether the kernels run on a device: those of training fit its memory, and its Triton compiles them.
+def level_refusals(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return why the kernels do not run on a device: those of training must fit it, and its Triton compile them.
 
     float32 runs in the interpreter alone: on an H200 with Triton 3.6 `level_gradients_kernel` ended with "an illegal
     memory access". The interpreter, with all addresses checked, finds none outside its tensors.
     """
-    if dtype not in (torch.float16, torch.bfloat16) or not runs_elementwise_kernels(device_type, index, dtype):
-        return False
-    with torch.cuda.device(index):
-        reasons, _, shared_memory = current_limits(True)
-    return not reasons and shared_memory >= _SHARED_MEMORY
+    reasons = elementwise_refusals(device_type, index, dtype)
+    if reasons:
+        return reasons
+    if dtype not in (torch.float16, torch.bfloat16):
+        return (f"it computes in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}.",)
+    reasons, name, shared_memory = limits_of(DeviceSpec.current(index), True)
+    if not reasons and shared_memory < _SHARED_MEMORY:
+        return (f"it needs {_SHARED_MEMORY} bytes of shared memory per block, and {name} has {shared_memory}.",)
+    return reasons

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.torch_ext.devices import device_type
+from deltazoo.backends.triton.limits import elementwise_refusals
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import power_of_two
 
@@ -11,9 +12,9 @@ BLOCK = 4096  # columns that a program loads together; 16 per thread
 WARPS = 8
 
 
-def is_supported(logits: Tensor) -> bool:
-    """Whether the kernel runs on these logits."""
-    return runs_elementwise_kernels(logits.device.type, logits.device.index, logits.dtype)
+def refusals(logits: Tensor) -> tuple[str, ...]:
+    """Return why the kernel does not run on these logits; () if it does."""
+    return elementwise_refusals(device_type(logits), logits.device.index, logits.dtype)
 
 
 def losses_(

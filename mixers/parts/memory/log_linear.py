@@ -9,11 +9,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from deltazoo.backends.ops.log_linear import CHUNK, LevelOperands, is_supported, level_scan, level_step_
+from deltazoo.backends.ops.log_linear import CHUNK, LevelOperands, level_scan, level_step_, refusals
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.lowering import log_decay, strengths
 from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.delta_mixer import mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
@@ -98,7 +99,7 @@ class LogLinearUpdate(nn.Module):
     def _without_state(self, x: LevelOperands, count_B: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Return o. A sequence begins at token 0 of the tree."""
         on_gpu = _for_kernels(x)
-        if is_supported(on_gpu):
+        if runs_by_kernel("log-linear attention", refusals(on_gpu)):
             return level_scan(on_gpu._replace(cu=cu_seqlens))[0]
         # Chunks start at multiples of CHUNK, where the levels inside a chunk hold no tokens.
         levels = self._no_writes(x.q.shape[0], min(CHUNK.bit_length(), self.levels - 1), x.q)
@@ -110,7 +111,7 @@ class LogLinearUpdate(nn.Module):
         """Return o of rows, and the new states of the levels."""
         T = x.q.shape[1]
         on_gpu = _for_kernels(x)
-        if is_supported(on_gpu):
+        if runs_by_kernel("log-linear attention", refusals(on_gpu)):
             if T == 1 and not torch.is_grad_enabled():
                 return level_step_(on_gpu, state["levels"], state["seen"], count_B), state["levels"]
             if not is_known(T <= CHUNK):

@@ -12,8 +12,9 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.ops.accumulated_rotary import RotaryOperands, Rotated, is_supported, rotate
+from deltazoo.backends.ops.accumulated_rotary import RotaryOperands, Rotated, refusals, rotate
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     HeadShape,
@@ -134,8 +135,13 @@ class AccumulatedRotary(OperandPart, ResizesHeads, Stateful):
             inputs.q, inputs.k, context.intermediate("q_bias"), context.intermediate("k_bias"),
             math.pi * torch.tanh(raw.to(dt.dtype)), dt, state, context.cu_seqlens,
         )  # fmt: skip
-        # a rank's angles start from the sums of the ranks before, which the plain form adds
-        has_kernel = inputs.q.shape[1] > 1 and context.parallel is None and is_supported(inputs.q)
+        if inputs.q.shape[1] == 1:
+            reasons = ["Inductor fuses the rotation of a single token with neighbouring operations."]
+        elif context.parallel is not None:
+            reasons = ["the plain form adds the angles of the ranks before."]
+        else:
+            reasons = refusals(inputs.q)
+        has_kernel = runs_by_kernel("accumulated rotation", reasons)
         rotated = rotate(operands) if has_kernel else _rotate(operands, context)
         new_state = None if state is None else write_back(state, rotated.state)
         return inputs._replace(q=rotated.q, k=rotated.k), new_state, {"overlap": rotated.overlap}
