@@ -15,13 +15,13 @@ from deltazoo.backends.update.dispatch import BoundUpdate as BoundUpdate
 from deltazoo.backends.update.dispatch import bind as bind
 from deltazoo.backends.update.dispatch import update as update
 from deltazoo.backends.update.dispatch import use_backend as use_backend
-from deltazoo.backends.update.explain import explain as explain
 from deltazoo.backends.update.spec import UpdateSpec as UpdateSpec
 from deltazoo.backends.update.watch import watch as watch
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained as from_pretrained
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.completion import generate as generate
 from deltazoo.blocks.generation.sampling import Sampling as Sampling
+from deltazoo.blocks.inspect.explain import explain as explain
 from deltazoo.blocks.model.layer import LayerSpec as LayerSpec
 from deltazoo.blocks.model.stack import LanguageModel as LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec as StackSpec

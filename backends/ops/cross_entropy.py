@@ -14,7 +14,7 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.wide_product import add_product_
 from deltazoo.backends.triton.loss import op as kernel
-from deltazoo.backends.update.base import state_dtype
+from deltazoo.backends.update.base import state_dtype, without_autocast
 from deltazoo.backends.update.watch import runs_by_kernel
 
 IGNORE_INDEX = -100
@@ -179,7 +179,7 @@ def _linear_cross_entropy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, targets, scale, options, d_x, d_weight = _call(arguments)
     dtype, chunk = options.dtype, options.chunk
     C, L = min(chunk, x.shape[0]), weight.shape[0]
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(x):
         weight = weight.to(dtype)
         if (padding := padded_vocabulary(L, x.device) - L) > 0:
             # The logits of the padding are 0. No loss reads or overwrites them, so they also are their own gradients.

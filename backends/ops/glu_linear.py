@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported
+from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.triton.glu.op import glu, glu_backward
 
 Activation = Literal["silu", "gelu", "relu2"]
@@ -38,7 +39,7 @@ def glu_linear(hidden: Tensor, weight_DF: Tensor, activation: Activation) -> Ten
         activation: phi: "silu", "gelu" (tanh approximation), or "relu2", max(x, 0)^2.
     Returns: [..., D], with the dtype of the weight.
     """
-    device = hidden.device.type
+    device = device_type(hidden)
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight_DF = hidden.to(dtype), weight_DF.to(dtype)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.update.base import without_autocast
 
 CHUNK = 64
 NEGLIGIBLE = 1e-30  # smaller weights become 0: CPUs multiply subnormal numbers several times more slowly
@@ -246,7 +247,7 @@ def _reaches(bad_BTG: Tensor, sequence_BT: Tensor, reverse: bool = False) -> Ten
 
 def _forward(tensors: list[Tensor], scale: float) -> list[Tensor]:
     inputs, bad = _without_nonfinite(HouseholderInputs(*tensors))
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q):
         keys, outputs = inputs.past_k.transpose(1, 2), []
         for n, chunk in enumerate(_chunks(inputs)):
             o, keys = _attend(chunk, keys, *_past(inputs, n * CHUNK), scale)
@@ -272,7 +273,7 @@ def _backward(grads: list[Tensor], tensors: list[Tensor], scale: float) -> list[
     d_o, d_keys = grads
     bad_rows = bad.outputs(inputs.sequence) | ~d_o.isfinite().all(-1)
     bad_keys = _reaches(torch.unflatten(bad_rows, 2, (-1, _group(bad))).any(-1), inputs.sequence, reverse=True)
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q):
         d_q, *d_rest = _differentiate(inputs, _fill(bad_rows, d_o, 0.0), d_keys, scale)
     d_new, d_past = d_rest[:4], d_rest[4:]
     return [_fill(bad_rows, d_q, math.nan), *(_fill(bad_keys, d, math.nan) for d in d_new), *d_past]

@@ -17,7 +17,7 @@ from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.update.check import check, check_commit, check_fused_decode, check_step, check_verify
 from deltazoo.backends.update.spec import UpdateSpec
-from deltazoo.backends.update.watch import record_call
+from deltazoo.backends.update.watch import is_watched, record_call
 
 Candidates = dict[str, tuple[Backend, ...]]  # device type -> backends in order of preference; "" is any other device
 Refusal = tuple[Backend, list[str]]
@@ -53,8 +53,7 @@ class BoundUpdate:
         check(self.spec, inputs)
         if torch.compiler.is_compiling():
             inputs = UpdateInputs._make(distinct(inputs))
-        backend = self.backend_for(UpdateMeta.of(inputs))
-        record_call(backend.name, "update")
+        backend = self._recorded("update", UpdateMeta.of(inputs))
         with without_autocast(inputs.q):
             out = backend.forward(self.spec, inputs)
         if not isinstance(out, UpdateOutput):
@@ -71,8 +70,7 @@ class BoundUpdate:
         """
         check(self.spec, inputs)
         check_step(self.spec, inputs, states, slots)
-        backend = self.backend_for(UpdateMeta.of(inputs)._replace(grad=False))
-        record_call(backend.name, "step")
+        backend = self._recorded("step", UpdateMeta.of(inputs)._replace(grad=False))
         with without_autocast(inputs.q):
             return backend.step_(self.spec, inputs, states, slots)
 
@@ -95,8 +93,7 @@ class BoundUpdate:
         """
         check(self.spec, inputs)
         check_verify(self.spec, inputs, states, slots)
-        backend = self.backend_for(UpdateMeta.of(inputs)._replace(grad=False))
-        record_call(backend.name, "verify")
+        backend = self._recorded("verify", UpdateMeta.of(inputs)._replace(grad=False))
         with without_autocast(inputs.q):
             return backend.verify_(self.spec, inputs, states, slots)
 
@@ -116,8 +113,7 @@ class BoundUpdate:
         Raises: InputError or a subclass; UnsupportedError.
         """
         check_commit(self.spec, draft, states, slots, accepted)
-        backend = self.backend_for(UpdateMeta.of(draft.inputs)._replace(grad=False))
-        record_call(backend.name, "commit")
+        backend = self._recorded("commit", UpdateMeta.of(draft.inputs)._replace(grad=False))
         with without_autocast(states):
             backend.commit_(self.spec, draft, states, slots, accepted)
 
@@ -194,6 +190,15 @@ class BoundUpdate:
             sentences = " ".join(_sentences(reasons))
             raise UnsupportedError(f"backend {backend.name!r} cannot compute this update: {sentences}")
         raise UnsupportedError(_no_backend(self.spec, meta, refusals))
+
+    def _recorded(self, call: str, meta: UpdateMeta) -> Backend:
+        """Return the backend for a call, and record it with the reasons against the first candidate."""
+        backend, reason = self.backend_for(meta), ""
+        preferred = self.candidates(meta.device)[0]
+        if preferred is not backend and not torch.compiler.is_compiling() and is_watched():
+            reason = " ".join(_sentences(preferred.unsupported(self.spec, meta)))
+        record_call(backend.name, call, reason)
+        return backend
 
     def _fused_decode_backend(
         self, step: FusedDecodeStep, device: str, dtype: torch.dtype

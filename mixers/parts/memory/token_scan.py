@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.update.base import without_autocast
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import unpack
 
@@ -141,7 +142,7 @@ class TokenScan:
 
 def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     def run(first: list[Tensor], *rest: Any) -> list[Tensor]:
-        with torch.autocast(first[0].device.type, enabled=False):
+        with without_autocast(first[0]):
             return function(first, *rest)
 
     return run
