@@ -37,7 +37,8 @@ def command(
     device_name: Annotated[
         str | None,
         typer.Option(
-            help='Print the kernel plan of a mixer for this GPU model, such as "NVIDIA H200". Needs no GPU.',
+            help="Print the operators and kernels of a mixer or stack in training and decoding on this GPU model, such "
+            'as "NVIDIA H200". Needs no GPU.',
             autocompletion=complete_device_name,
         ),
     ] = None,
@@ -71,11 +72,15 @@ def command(
         print_table([f"cost at width {width}", ">"], costs)
     if result.backends:
         _print_backends(result.backends, device_name or device)
-        if device_name is None:
-            print_text(f'kernels on a GPU: deltazoo show {name} --device-name "NVIDIA H200"')
+    if result.kind == "mixer" and device_name is None:
+        print_line()
+        print_text(f'kernels on a GPU: deltazoo show {name} --device-name "NVIDIA H200"')
     if result.plan is not None:
         print_line()
         print_text(result.plan, PIPE_WIDTH)
+    if result.runs is not None:
+        print_line()
+        print_text(result.runs, PIPE_WIDTH)
     if result.kind == "backend":
         _print_mixers(result.takes, device)
     if result.description is not None:

@@ -1,5 +1,6 @@
 """Details of one mixer, backend or stack: equation, fields, costs, and which backends compute it."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from deltazoo.backends.io.errors import ConfigError, UnknownNameError
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.backends.update.dispatch import bind_conv
@@ -18,7 +20,9 @@ from deltazoo.backends.update.papers import papers
 from deltazoo.backends.update.registry import plugin_errors, resolve
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import parameter_count
+from deltazoo.blocks.inspect.explain import explain_module
 from deltazoo.blocks.inspect.layer_table import Description
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec import document, presets
 from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class, dump_changed
@@ -27,6 +31,7 @@ from deltazoo.mixers.core.mixer import Mixer, MixerConfig
 from deltazoo.mixers.parts.convolution import ShortConv
 
 _WIDTH = 1024
+_SHAPE = (4, 4096)  # B and T of the listed launches
 _BYTES = 256  # vocabulary of the small presets
 
 
@@ -56,6 +61,7 @@ class Details(BaseModel):
         cost: the costs of a mixer; the titles give the units.
         backends: for a mixer, which backend computes its update on the device, and why the others do not.
         plan: the kernels of a mixer's update on a named device, and their conditions.
+        runs: the operators and launches of a mixer or stack on a named device.
         takes: for a backend, the reasons why it cannot compute each mixer's update at width 1024; [] if it can.
         stack: the fields of a stack that differ from their defaults, as in its file.
         description: the layers of a stack.
@@ -71,6 +77,7 @@ class Details(BaseModel):
     cost: dict[str, int] = {}
     backends: list[BackendRow] = []
     plan: str | None = None
+    runs: str | None = None
     takes: dict[str, list[str]] = {}
     stack: dict[str, Any] | None = None
     description: Description | None = None
@@ -92,7 +99,7 @@ def details(
         device: device for which the backends are examined; it need not exist on this machine.
         dtype: dtype of the operands.
         trust: as for `StackSpec.load`.
-        device_name: a known GPU such as "NVIDIA H200", for the kernel plan of a mixer; it overrides `device`.
+        device_name: a known GPU such as "NVIDIA H200", for the kernels of a mixer or stack; it overrides `device`.
     Raises: UnknownNameError: gives the nearest name; ConfigError; PluginError.
     """
     mixers, backends = registry.names(registry.MIXERS), registry.names(registry.BACKENDS)
@@ -103,7 +110,7 @@ def details(
         with plugin_errors(registry.BACKENDS, name):
             return _backend(name, device, dtype)
     if name in presets.names() or name.endswith(document.SUFFIXES) or Path(name).is_dir():
-        return _stack(name, trust)
+        return _stack(name, trust, dtype, device_name)
     if ":" in name:
         loaded = registry.load(registry.MIXERS, name)
         if isinstance(loaded, type) and issubclass(loaded, MixerConfig):
@@ -154,7 +161,14 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
         },
         backends=[BackendRow(**verdict._asdict()) for verdict in verdicts],
         plan=None if explanation is None or device_name is None else explanation.plan,
+        runs=None if device_name is None else _runs(lambda: config.build(width), dtype, device_name),
     )
+
+
+def _runs(build: Callable[[], Mixer | LanguageModel], dtype: torch.dtype, device_name: str) -> str:
+    with torch.device("meta"):
+        module = build().to(dtype)
+    return str(explain_module(module, *_SHAPE, DeviceSpec.named(device_name)))
 
 
 def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
@@ -173,13 +187,15 @@ def _backend(name: str, device: str, dtype: torch.dtype) -> Details:
     return Details(kind="backend", name=name, owner=_owner(registry.BACKENDS, name), about=about, takes=takes)
 
 
-def _stack(name: str, trust: bool) -> Details:
+def _stack(name: str, trust: bool, dtype: torch.dtype, device_name: str | None) -> Details:
     spec = StackSpec.load(name, trust)
+    runs = None if device_name is None else _runs(spec.build, dtype, device_name)
     about = {"about": preset_about(name)} if name in presets.names() else {}
     owner = "deltazoo" if name in presets.names() else name
     return Details(
-        kind="stack", name=name, owner=owner, about=about, stack=spec.changed_fields(), description=spec.describe()
-    )
+        kind="stack", name=name, owner=owner, about=about, stack=spec.changed_fields(), description=spec.describe(),
+        runs=runs,
+    )  # fmt: skip
 
 
 def _presets_with(mixer: str) -> list[str]:
