@@ -68,7 +68,7 @@ MIXERS = [
     ),
     Mutation(
         "rotary: queries and keys rotate the other way", "mixers/parts/rotary.py",
-        "angle = rotation_angle(position,", "angle = rotation_angle(-position,",
+        "rotation_angle(position, frequency_R", "rotation_angle(-position, frequency_R",
         "test", f"mixers/test_equations_additive.py{EQUATION}[reference-retnet]",
     ),
     Mutation(

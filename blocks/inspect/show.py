@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from deltazoo.backends.io.errors import ConfigError, UnknownNameError
-from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.backends.update.dispatch import bind_conv
@@ -20,7 +19,7 @@ from deltazoo.backends.update.papers import papers
 from deltazoo.backends.update.registry import plugin_errors, resolve
 from deltazoo.blocks.inspect.catalog import changed_fields, first_doc_line, preset_about
 from deltazoo.blocks.inspect.describe import parameter_count
-from deltazoo.blocks.inspect.explain import explain_module
+from deltazoo.blocks.inspect.explain_module import explain_module
 from deltazoo.blocks.inspect.layer_table import Description
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec import document, presets
@@ -168,7 +167,7 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
 def _runs(build: Callable[[], Mixer | LanguageModel], dtype: torch.dtype, device_name: str) -> str:
     with torch.device("meta"):
         module = build().to(dtype)
-    return str(explain_module(module, *_SHAPE, DeviceSpec.named(device_name)))
+    return str(explain_module(module, _SHAPE, device_name))
 
 
 def _backend(name: str, device: str, dtype: torch.dtype) -> Details:

@@ -13,7 +13,7 @@ from deltazoo.backends.io.errors import ConfigError, UnsupportedError, ValueRang
 from deltazoo.backends.torch_ext.devices import DeviceSpec, simulated_device
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.watch import RunRecord
-from deltazoo.blocks.inspect.explain import ModuleExplanation
+from deltazoo.blocks.inspect.explain_module import ModuleExplanation
 from deltazoo.blocks.model.layer import Layer, LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.spec.stack_spec import StackSpec
