@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.chunk.heuristic import SMALLEST_SEGMENT, segments_fit
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of, make_plan
-from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS, TAIL, sweeps
+from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS, TAIL
 from deltazoo.backends.triton.chunk.saved import Prepared
 from deltazoo.backends.triton.config import parse
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
@@ -27,7 +28,6 @@ from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Span, Tiles
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-_SMALLEST_SEGMENT = 16  # chunks, as in heuristic.py
 _SCRATCH = 2**30  # bytes; one window of 40,000 tokens with 32 heads of 128 x 128 needs no segments of its own
 
 
@@ -65,22 +65,7 @@ def _segment_chunks(problem: Problem, processors: int) -> int:
     """
     segments = max(processors // (problem.HV * cdiv(problem.V, 128)), 1)
     chunks = max(cdiv(problem.T, CHUNK), 1)
-    return min(max(_SMALLEST_SEGMENT, power_of_two(cdiv(chunks, segments))), _segments_fit(problem, segments, _SCRATCH))
-
-
-def _segments_fit(problem: Problem, segments: int, scratch: int) -> int:
-    """The most chunks per segment, a power of two, with which a window of the backward holds so many segments.
-
-    Otherwise a window of a long sequence has too few segments to occupy the device.
-    """
-    return max(16, power_of_two(scratch // _slot_bytes(problem) // segments + 1) // 2)
-
-
-def _slot_bytes(problem: Problem) -> int:
-    """Scratch of a chunk: the state before it and x, and without the sweep also their gradients."""
-    in_sweep = sweeps(problem.K, problem.V) and not problem.extra_keys
-    numbers = (1 if in_sweep else 2) * (problem.K + CHUNK)
-    return problem.HV * problem.V * numbers * problem.saved_dtype.itemsize
+    return min(max(SMALLEST_SEGMENT, power_of_two(cdiv(chunks, segments))), segments_fit(problem, segments, _SCRATCH))
 
 
 def without_segments(plan: Plan) -> tuple[Plan, bool]:

@@ -7,7 +7,7 @@ import torch
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.plan import occupies
-from deltazoo.backends.triton.chunk.registry import PHASES, takes, versions
+from deltazoo.backends.triton.chunk.registry import CHUNK, PHASES, sweeps, takes, versions
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -16,6 +16,8 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 # and with backward, segments against none: 8 heads (16 SMs for each) 0.255 and 0.759 against 0.287 and 0.923, 16 heads
 # 0.398 and 1.145 against 0.341 and 1.152, 32 heads 0.566 and 1.851 against 0.451 and 1.646.
 _CHANNEL_SMS_PER_PROGRAM = 12  # the fewest with which segments are worth it
+SMALLEST_SEGMENT = 16  # chunks
+_SEGMENT_SCRATCH = 2**29  # bytes for recomputed states and their gradients of segments that occupy the device
 
 
 def heuristic(problem: Problem, device: DeviceSpec, segment_chunks: int | None = None) -> LaunchConfig:
@@ -128,7 +130,7 @@ def _scratch(problem: Problem, device: DeviceSpec, segment_chunks: int) -> int:
     665 MiB against 1.35 and 697.
     """
     if segment_chunks and not occupies(problem, device):
-        return 2**29
+        return _SEGMENT_SCRATCH
     is_kda = problem.decay == "channel" and problem.delta and not (problem.erase_key or problem.dplr or problem.packed)
     return 2**25 if is_kda and _fills(problem, device) else LaunchConfig().scratch
 
@@ -151,4 +153,20 @@ def _segment_chunks(problem: Problem, device: DeviceSpec) -> int:
     segments = max(2, device.processors // max(programs, 1))
     if chunks < 32 or (problem.decay == "channel" and not problem.dplr and segments < _CHANNEL_SMS_PER_PROGRAM):
         return 0
-    return max(16, power_of_two(cdiv(chunks, segments)))
+    fit = segments_fit(problem, segments, _SEGMENT_SCRATCH)
+    return max(SMALLEST_SEGMENT, min(power_of_two(cdiv(chunks, segments)), fit))
+
+
+def segments_fit(problem: Problem, segments: int, scratch: int) -> int:
+    """The most chunks per segment, a power of two, with which a window of the backward holds so many segments.
+
+    Otherwise a window of a long sequence has too few segments to occupy the device.
+    """
+    return max(SMALLEST_SEGMENT, power_of_two(scratch // _slot_bytes(problem) // segments + 1) // 2)
+
+
+def _slot_bytes(problem: Problem) -> int:
+    """Scratch of a chunk: the state before it and x, and without the sweep also their gradients."""
+    in_sweep = sweeps(problem.K, problem.V) and not problem.extra_keys
+    numbers = (1 if in_sweep else 2) * (problem.K + CHUNK)
+    return int(problem.HV * problem.V * numbers * problem.saved_dtype.itemsize)
