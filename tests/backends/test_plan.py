@@ -255,6 +255,14 @@ def test_kda_that_fills_the_device_uses_less_scratch(change, mebibytes):
     assert heuristic(case, H200).scratch == mebibytes * 2**20
 
 
+@pytest.mark.parametrize("T", [32_768, 131_072, 1_048_576])
+def test_a_window_of_a_long_sequence_holds_segments_for_every_sm(T):
+    case = problem(N=1, T=T, HV=32)
+    plan = make_plan(case, H200, heuristic(case, H200), grad=True)
+    segments = plan.windows.slots // plan.segment_chunks
+    assert segments * case.HV >= 0.9 * H200.processors
+
+
 def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
     config = heuristic(problem(), H200)
     with pytest.raises(ConfigError, match=r"prepare\.kernel = 'sm90' needs an sm90 GPU, .*; got NVIDIA A100"):
