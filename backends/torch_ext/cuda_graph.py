@@ -17,13 +17,18 @@ def capture(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 
         warm_ups: number of calls before the capture, for compilation and for allocations of libraries.
     Raises: the exceptions of the call during capture.
     """
-    side_stream = torch.cuda.Stream(device)
-    side_stream.wait_stream(torch.cuda.current_stream(device))
+    current, side_stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side_stream.wait_stream(current)
     with torch.cuda.stream(side_stream):  # also makes `device` current
         for _ in range(warm_ups):
             call()
-    torch.cuda.current_stream(device).wait_stream(side_stream)
+    current.wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, stream=side_stream):
-        call()
+    with torch.cuda.device(device):
+        before = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=side_stream):
+                call()
+        finally:
+            torch.cuda.set_stream(before)  # the context leaves the side stream current if the capture fails
     return graph.replay

@@ -1,9 +1,9 @@
 """Layer-by-layer compilation: equal layers share one compiled graph, so compile time does not grow with depth."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.update.dispatch import requested_backend, use_backend
+from deltazoo.blocks.model.interface import TokenModel
 from deltazoo.blocks.model.layer import Layer, LayerSpec
-from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.norms import RMSNorm
 
+M = TypeVar("M", bound=TokenModel)
 
-def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "inductor") -> LanguageModel:
+
+def compile_layers(model: M, compiler: str | Callable[..., Any] = "inductor") -> M:
     """Compile every layer, once for each distinct LayerSpec, and the last norm, with fullgraph=True; return the model.
 
     The embedding and the head stay eager, because they offer nothing to fuse. The parameters and the state dict do not
@@ -30,16 +32,43 @@ def compile_layers(model: LanguageModel, compiler: str | Callable[..., Any] = "i
 
     Args: compiler: the `backend` argument of torch.compile.
     """
-    compiled: dict[LayerSpec, Callable[..., object]] = {}
-    for spec, layer in zip(model.spec.expand(), model.stack.layers, strict=True):
-        if spec not in compiled:
-            compiled[spec] = _compile_method(Layer.forward, compiler)
-        vars(layer)["forward"] = MethodType(compiled[spec], layer)
-    vars(model.stack.norm)["forward"] = MethodType(_compile_method(RMSNorm.forward, compiler), model.stack.norm)
+    for module, forward in CompiledLayers(model, compiler).forwards:
+        vars(module)["forward"] = forward
     return model
 
 
-def check_updates(model: LanguageModel, dtype: torch.dtype) -> None:
+class CompiledLayers:
+    """The compiled layers of a model, which runs them only while they are `active`; see `compile_layers`."""
+
+    def __init__(self, model: TokenModel, compiler: str | Callable[..., Any] = "inductor") -> None:
+        compiled: dict[LayerSpec, Callable[..., object]] = {}
+        self.forwards: list[tuple[nn.Module, MethodType]] = []
+        for spec, layer in zip(model.spec.expand(), model.stack.layers, strict=True):
+            if spec not in compiled:
+                compiled[spec] = _compile_method(Layer.forward, compiler)
+            self.forwards.append((layer, MethodType(compiled[spec], layer)))
+        norm = model.stack.norm
+        self.forwards.append((norm, MethodType(_compile_method(RMSNorm.forward, compiler), norm)))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let calls of the model run the compiled layers, except for those that have a forward of their own."""
+        changed = {module: forward for module, forward in self.forwards if "forward" not in vars(module)}
+        for module, forward in changed.items():
+            vars(module)["forward"] = forward
+        try:
+            yield
+        finally:
+            for module in changed:
+                del vars(module)["forward"]
+
+
+def is_compiled_forward(forward: object) -> bool:
+    """Whether `compile_layers` has set this forward of a module."""
+    return isinstance(forward, MethodType) and hasattr(forward.__func__, "compiled_kinds")
+
+
+def check_updates(model: TokenModel, dtype: torch.dtype) -> None:
     """Raise UnsupportedError, with the reasons, if a backend cannot train an update of the model in this dtype.
 
     In a compiled graph the same error would be a long traceback.
@@ -80,6 +109,7 @@ def _compile_method(method: Callable[..., object], compiler: str | Callable[...,
         keywords = {name: _with_dynamic_sizes(value) for name, value in keywords.items()}
         return kind.dynamic(module, *map(_with_dynamic_sizes, arguments), **keywords)
 
+    vars(forward)["compiled_kinds"] = kinds
     return forward
 
 

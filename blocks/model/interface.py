@@ -10,6 +10,7 @@ from deltazoo.backends.io.errors import InputError, cut
 from deltazoo.backends.update.base import Backend
 from deltazoo.blocks.model.layer import Layer, LayerSpec, LayerState
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.parts.norms import RMSNorm
 
 
 class ModelSpec(Protocol):
@@ -40,11 +41,22 @@ class StackState(NamedTuple):
     layers: tuple[LayerState, ...]
 
 
+class LayerStack(Protocol):
+    """The part of `Stack` that is compiled."""
+
+    @property
+    def layers(self) -> Sequence[Layer]: ...
+    @property
+    def norm(self) -> RMSNorm: ...
+
+
 class TokenModel(Protocol):
     """The part of `LanguageModel` that decodes."""
 
     @property
     def spec(self) -> ModelSpec: ...
+    @property
+    def stack(self) -> LayerStack: ...
     @property
     def device(self) -> torch.device: ...
     def __call__(self, tokens_BT: Tensor, state: StackState | None) -> tuple[Tensor, StackState | None]: ...
@@ -55,6 +67,7 @@ class TokenModel(Protocol):
     def init_state(self, batch: int, capacity: int | None) -> StackState: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def buffers(self) -> Iterator[Tensor]: ...
+    def modules(self) -> Iterator[nn.Module]: ...
 
 
 def check_model(model: object) -> None:
