@@ -5,7 +5,7 @@ from deltazoo.backends.io.progress import silent as silent
 from deltazoo.blocks.data.text import Text as Text
 from deltazoo.blocks.data.text import load_text as load_text
 from deltazoo.blocks.generation.completion import Completion as Completion
-from deltazoo.blocks.generation.generate import Decoder as Decoder
+from deltazoo.blocks.generation.decoder import Decoder as Decoder
 from deltazoo.blocks.generation.generate import generate_tokens as generate_tokens
 from deltazoo.blocks.generation.generate import stream as stream
 from deltazoo.blocks.generation.sampling import Sampling as Sampling

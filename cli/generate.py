@@ -17,12 +17,18 @@ def command(
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue, with its last line break; -: standard input.")
     ] = None,
-    max_bytes: Annotated[int, typer.Option(help="Maximum number of bytes to generate.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of bytes to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely bytes.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the smallest set of bytes with total probability p.")
     ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from the bytes at least p times as likely as the most likely one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divisor of the positive logits, factor of the negative ones, of bytes in the text.")
+    ] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.")] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -31,8 +37,9 @@ def command(
         bool | None,
         typer.Option(
             "--compile/--no-compile",
-            show_default="compile on a CPU from 2048 bytes",
-            help="Compile the decode step with torch.compile. Shorter texts are finished before the compilation.",
+            show_default="compile for texts that repay it",
+            help="Compile the decode step with torch.compile. Short texts are finished before the compilation. On a "
+            "GPU the step is captured in a CUDA graph in any case.",
         ),
     ] = None,
     trust: Trust = False,
@@ -44,10 +51,18 @@ def command(
     """
     let_idle_threads_sleep()
     import deltazoo
-    from deltazoo.blocks.generation.completion import compiles, encode
+    from deltazoo.blocks.generation.completion import encode
+    from deltazoo.blocks.generation.kept import compiles
 
     sampling = deltazoo.Sampling(
-        max_tokens=max_bytes, temperature=temperature, top_k=top_k, top_p=top_p, stop=tuple(stop or ()), seed=seed
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()),
+        seed=seed,
     )
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give one of --prompt and --prompt-file, got both")
@@ -56,7 +71,7 @@ def command(
     elif prompt is None:
         prompt = "def "
     model = deltazoo.load(checkpoint, device, backend, trust)
-    compile = compiles(model, sampling) if compile is None else compile
+    compile = compiles(model, max_tokens) if compile is None else compile
     if compile:
         print_note("compiling the decode step, which takes seconds to minutes (--no-compile starts at once)")
     if as_json:

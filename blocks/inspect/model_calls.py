@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
-from deltazoo.blocks.generation.generate import Decoder
+from deltazoo.blocks.generation.decoder import Decoder
+from deltazoo.blocks.generation.sampler import Rows
+from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.model.checkpointing import Checkpointing
 from deltazoo.blocks.model.compilation import check_updates, compile_layers
@@ -91,15 +93,17 @@ class OurCalls(ModelCalls):
         batch, length = self.tokens.shape
         decoder = Decoder(self.model, batch, length + DECODED * (rounds + _UNTIMED_CALLS), compile=True)
         decoder.prefill(self.tokens)
+        rows = Rows.of(self.tokens)
 
         def decode() -> None:
             for _ in range(DECODED):
-                decoder.tokens.copy_(decoder.logits.argmax(-1, keepdim=True))
+                decoder.sampler.draw()
                 decoder.step()
 
         def first_call() -> None:
             if self.tokens.device.type == "cuda":
                 decoder.capture()
+            decoder.sampler.begin(Sampling(temperature=0), rows)
             decode()
 
         return _with_first_call(first_call, decode)

@@ -12,9 +12,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.io.errors import ShapeError
 from deltazoo.blocks import compile_layers
-from deltazoo.blocks.generation.generate import Decoder, generate_tokens
+from deltazoo.blocks.generation.decoder import Decoder
+from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.generation.sampling import Sampling
+from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Context
@@ -91,6 +94,20 @@ def test_equal_layers_share_a_graph_with_equal_results():
     torch.testing.assert_close(loss_and_gradients(compile_layers(model, counter), tokens), expected)
     assert counter.frame_count == 3  # of both layers and of the last norm
     assert list(model.state_dict()) == names
+
+
+def test_layers_are_compiled_only_while_they_are_active():
+    model = StackSpec(width=16, depth=2, vocab=50, pattern="2*retnet(heads=2)").build(backend="reference")
+    tokens, counter = torch.randint(0, 50, (2, 3)), CompileCounterWithBackend("eager")
+    expected, layers = model(tokens)[0], CompiledLayers(model, counter)
+    with layers.active():
+        torch.testing.assert_close(model(tokens)[0], expected)
+    with pytest.raises(ShapeError), layers.active():
+        model(tokens[0])
+    assert counter.frame_count == 2  # of both layers, of the last norm
+    assert torch.equal(model(tokens)[0], expected)
+    assert counter.frame_count == 2
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_input_sizes_stay_static_after_other_models_were_compiled():

@@ -102,7 +102,7 @@ def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkey
 
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    monkeypatch.setattr("deltazoo.blocks.generation.completion.COMPILE_FROM", 50)
+    monkeypatch.setattr("deltazoo.blocks.generation.kept.COMPILE_FROM", {"cpu": 50})
     eager = generate(model, "a", Sampling(max_tokens=49))
     assert (eager.compile_s, calls) == (None, [])
     compiled = generate(model, "a", Sampling(max_tokens=50))
@@ -110,3 +110,5 @@ def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkey
     assert len(calls) == 1
     assert compiled.text.startswith(eager.text[:40])
     assert compiled.text == generate(model, "a", Sampling(max_tokens=50), compile=False).text
+    assert generate(model, "a", Sampling(max_tokens=50)).compile_s == 0
+    assert len(calls) == 1

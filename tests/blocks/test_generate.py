@@ -16,8 +16,10 @@ from deltazoo.backends.io.errors import (
     UnsupportedError,
     ValueRangeError,
 )
-from deltazoo.blocks.generation.generate import STOPPED, Decoder, generate_tokens, stream
-from deltazoo.blocks.generation.sampling import Sampling, filter_logits, sample
+from deltazoo.blocks.generation.decoder import Decoder
+from deltazoo.blocks.generation.generate import STOPPED, generate_tokens, stream
+from deltazoo.blocks.generation.philox import philox, uniforms
+from deltazoo.blocks.generation.sampling import Sampling, filter_logits, penalize, sample
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.state import snapshot
@@ -52,8 +54,6 @@ def test_stream_and_the_method_of_a_model_give_the_tokens_of_generate_tokens(mod
     expected = generate_tokens(model, tokens(2, 4), sampling)
     assert torch.equal(torch.stack(list(stream(model, tokens(2, 4), sampling)), 1), expected)
     assert torch.equal(model.generate(tokens(2, 4), sampling), expected)
-    generator = torch.Generator().manual_seed(3)
-    assert torch.equal(model.generate(tokens(2, 4), sampling, generator), expected)
     assert model.generate(tokens(1, 2)).shape == (1, Sampling().max_tokens)
 
 
@@ -62,15 +62,49 @@ def test_seeds_and_generators_determine_the_samples(model, tokens):
     assert torch.equal(first, repeated)
     assert not torch.equal(first, other)
     torch.manual_seed(3)
-    default = generate(model, tokens(2, 4), 12, seed=None)
-    assert torch.equal(default, first)
-    assert not torch.equal(default, generate(model, tokens(2, 4), 12, seed=None))
+    default, later = (generate(model, tokens(2, 4), 12, seed=None) for _ in range(2))
+    assert not torch.equal(default, later)
+    torch.manual_seed(3)
+    assert torch.equal(default, generate(model, tokens(2, 4), 12, seed=None))
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
     assert torch.equal(*(generate(model, tokens(2, 4), 12, generator=source) for source in generators))
     assert torch.equal(
         generate(model, tokens(2, 4), 12, generator=generators[0]),
         generate(model, tokens(2, 4), 12, generator=generators[1]),
     )
+
+
+def test_a_row_with_its_own_seed_draws_the_same_tokens_in_every_batch(model, tokens, monkeypatch):
+    rows, seeds = [tokens(9), tokens(2), tokens(5)], (7, 2**62 + 5, 7)
+    together = generate(model, rows, 20, seed=seeds)
+    monkeypatch.setattr(
+        "deltazoo.blocks.generation.sampler.SLOTS", 6
+    )  # the number of steps drawn at once has no effect
+    for row, seed, expected in zip(rows, seeds, together, strict=True):
+        assert torch.equal(generate(model, [row], 20, seed=(seed,))[0], expected)
+    assert torch.equal(generate(model, [rows[0]], 20, seed=7)[0], together[0])
+    equal = generate(model, tokens(1, 4).expand(2, -1), 12, seed=3)
+    assert not torch.equal(*equal)
+    with pytest.raises(ValueRangeError, match="seed must be a number, or one for each of 3 prompts, got 2"):
+        generate(model, rows, 2, seed=(1, 2))
+
+
+def test_philox_gives_the_published_blocks():
+    """Known answers of Random123 1.09."""
+    known = [
+        ([0] * 6, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 6, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ]
+    for words, expected in known:
+        a, b, c, d, *key = map(torch.tensor, words)
+        assert [int(word) for word in philox((a, b, c, d), key)] == expected
+    numbers = uniforms(torch.tensor([5, 5]), torch.tensor([0, 1]), 3, 9)
+    assert torch.equal(numbers[4:], uniforms(torch.tensor([5, 5]), torch.tensor([0, 1]), 7, 5))
+    assert len(set(numbers.flatten().tolist())) == 18
 
 
 def filtered_probabilities(probabilities: list[float], top_k: int | None, top_p: float | None) -> list[float]:
@@ -103,14 +137,42 @@ def test_top_k_keeps_the_first_of_equally_likely_tokens():
     assert filtered.isfinite().tolist() == [[True, True, False, False, False]]
 
 
+def test_min_p_excludes_tokens_by_their_ratio_to_the_most_likely_one():
+    logits = torch.tensor([[0.6, 0.29, 0.31, 0.05]], dtype=torch.float64).log()
+    filtered = filter_logits(logits, Sampling(temperature=1, min_p=0.5)).softmax(-1)
+    torch.testing.assert_close(filtered, torch.tensor([[0.6, 0, 0.31, 0]], dtype=torch.float64) / 0.91)
+
+
+def test_the_repetition_penalty_moves_the_logits_of_seen_tokens_towards_less_likely(model, tokens):
+    logits = torch.tensor([[2.0, -1.0, 3.0, -4.0]])
+    seen = torch.tensor([[True, True, False, False]])
+    assert penalize(logits, seen, 2.0).tolist() == [[1.0, -2.0, 3.0, -4.0]]
+    rows = [tokens(3), tokens(7)]
+    actual = generate(model, rows, 9, temperature=0, repetition_penalty=1.4)
+    for row, continuation in zip(rows, actual, strict=True):
+        text = row.tolist()
+        for _ in range(9):
+            logits = model(torch.tensor([text]))[0][0, -1].float()
+            for token in set(text):
+                logits[token] *= 1 / 1.4 if logits[token] > 0 else 1.4
+            text.append(int(logits.argmax()))
+        assert continuation.tolist() == text[-9:]
+
+
 def test_sample_frequencies_equal_the_probabilities():
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -30.0]]).expand(40_000, -1)
-    drawn = sample(logits, Sampling(temperature=1.3, top_k=3), torch.Generator().manual_seed(0))
-    frequencies = drawn.bincount(minlength=5) / 40_000
-    probabilities = torch.tensor(filtered_probabilities((logits[0] / 1.3).softmax(-1).tolist(), 3, None))
-    torch.testing.assert_close(frequencies, probabilities, atol=0.01, rtol=0)  # four standard deviations
-    assert torch.equal(sample(logits[:3], Sampling(temperature=1e-30)), torch.zeros(3, dtype=torch.int64))
-    assert torch.equal(sample(logits[:3], Sampling(temperature=0)), torch.zeros(3, dtype=torch.int64))
+    """Chi-square at 6 and 2 degrees of freedom: each limit is exceeded with a probability of 1e-5."""
+    count = 40_000
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 1.5, 0.5, -2.0]]).expand(count, -1)
+    uniform = uniforms(torch.tensor([11]), torch.tensor([0]), 0, count)[:, 0]
+    for top_k, limit in ((None, 33.1), (3, 23.0)):
+        drawn = sample(logits, Sampling(temperature=1.3, top_k=top_k), uniform)
+        observed = drawn.bincount(minlength=7)
+        expected = count * torch.tensor(filtered_probabilities((logits[0] / 1.3).softmax(-1).tolist(), top_k, None))
+        possible = expected > 0
+        assert not observed[~possible].any()
+        assert ((observed - expected)[possible] ** 2 / expected[possible]).sum() < limit
+    assert torch.equal(sample(logits[:3], Sampling(temperature=1e-30), uniform[:3]), torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(sample(logits[:3], Sampling(temperature=0), uniform[:3]), torch.zeros(3, dtype=torch.int64))
 
 
 def test_a_row_stops_after_its_stop_sequence_while_others_continue(model, tokens):
@@ -211,6 +273,9 @@ ERRORS = [
     (ConfigError, "top_p must be at most 1, got 1.5", {"top_p": 1.5}),
     (ConfigError, "temperature must be a .*number, got 'hot'", {"temperature": "hot"}),
     (ConfigError, "top_k must be an integer, got 1.5", {"top_k": 1.5}),
+    (ConfigError, "min_p must be at most 1, got 2", {"min_p": 2}),
+    (ConfigError, "repetition_penalty must be greater than 0, got 0", {"repetition_penalty": 0}),
+    (ConfigError, "seed", {"seed": (1, -1)}),
     (ConfigError, "max_tokens must be at least 1, got 0", {"max_tokens": 0}),
     (ConfigError, "max_tokens must be an integer, got 2.5", {"max_tokens": 2.5}),
     (ConfigError, "max_tokens must be an integer, got True", {"max_tokens": True}),
@@ -247,7 +312,7 @@ def test_a_decoder_refuses_inputs_beyond_its_batch_or_capacity(model, tokens):
         generate(decoder, tokens(2, 5), 5)
     with pytest.raises(StateError, match="exceeds the decoder's capacity of 8"):
         decoder.prefill(tokens(2, 9))
-    with pytest.raises(ShapeError, match="B = 2"):
+    with pytest.raises(ShapeError, match="1 <= B <= 2"):
         generate(decoder, tokens(3, 2), 2)
     with pytest.raises(UnsupportedError, match="a CUDA graph needs the model on a CUDA device, got cpu"):
         decoder.capture()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import DeviceError, ValueRangeError
 from deltazoo.backends.ops import glu_linear
-from deltazoo.blocks.generation.generate import Decoder
+from deltazoo.blocks.generation.decoder import Decoder
 from deltazoo.blocks.inspect.describe import describe
 from deltazoo.blocks.model import mlp as mlp_module
 from deltazoo.blocks.model.mlp import Dense

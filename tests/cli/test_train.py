@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import deltazoo
-from deltazoo.blocks.generation.generate import _step
+from deltazoo.blocks.generation.decoder import _step
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
 from deltazoo.blocks.training.tasks import train
@@ -86,7 +86,7 @@ def test_the_help_shows_the_defaults_of_the_library(ok, monkeypatch):
 
 
 def test_generate_prints_the_prompt_and_its_completion(ok, folder):
-    options = ("--prompt", "9 green", "--max-bytes", 30, "--seed", 2)
+    options = ("--prompt", "9 green", "--max-tokens", 30, "--seed", 2)
     result = ok("generate", folder, *options, "--json").json
     assert result["prompt"] == "9 green"
     assert result["bytes"] == 30
@@ -94,10 +94,19 @@ def test_generate_prints_the_prompt_and_its_completion(ok, folder):
     assert ok("generate", folder, *options[:-1], 3, "--json").json["text"] != result["text"]
 
 
+def test_options_of_generate_are_the_fields_of_sampling(ok, folder):
+    fields = {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.4, "seed": 3}
+    options = [word for name, value in fields.items() for word in (f"--{name.replace('_', '-')}", value)]
+    result = ok("generate", folder, "--max-tokens", 12, *options, "--json").json
+    sampling = deltazoo.Sampling(max_tokens=12, **fields)
+    assert result["sampling"] == sampling.model_dump(mode="json")
+    assert result["text"] == deltazoo.generate(deltazoo.load(folder), "def ", sampling).text
+
+
 def test_generate_at_temperature_zero_is_greedy(ok, folder):
     from deltazoo.blocks.checkpoints.folder import load_model
 
-    result = ok("generate", folder, "--prompt", "1 g", "--max-bytes", 3, "--temperature", 0, "--json").json
+    result = ok("generate", folder, "--prompt", "1 g", "--max-tokens", 3, "--temperature", 0, "--json").json
     model, tokens = load_model(folder, backend="reference"), list(b"1 g")
     for _ in range(3):
         with torch.no_grad():
@@ -140,10 +149,10 @@ def test_a_signal_prints_one_json_document(run, stack_file, text_file, tmp_path,
 
 def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
     compiled = []
-    monkeypatch.setattr("deltazoo.blocks.generation.generate._compiled_step", lambda _: compiled.append(1) or _step)
-    eager = ok("generate", folder, "--max-bytes", 9)
+    monkeypatch.setattr("deltazoo.blocks.generation.decoder._compiled_step", lambda _: compiled.append(1) or _step)
+    eager = ok("generate", folder, "--max-tokens", 9)
     assert (eager.err, compiled) == ("stopped at the limit of 9 bytes\n", [])
-    result = ok("generate", folder, "--max-bytes", 9, "--compile")
+    result = ok("generate", folder, "--max-tokens", 9, "--compile")
     assert result.err.startswith("compiling the decode step")
     assert compiled == [1]
     assert result.out == eager.out
@@ -234,7 +243,7 @@ def test_a_damaged_checkpoint_is_one_sentence_in_each_command(run, folder):
 
 
 def test_every_stop_of_generate_counts_and_the_reason_is_printed(ok, folder):
-    options = ("generate", folder, "--temperature", 0, "--max-bytes", 30)
+    options = ("generate", folder, "--temperature", 0, "--max-tokens", 30)
     whole = ok(*options, "--json").json
     assert (whole["reason"], whole["stop"]) == ("max_tokens", None)
     stop = next(character for character in whole["text"] if character.isascii() and character.isprintable())
@@ -247,7 +256,7 @@ def test_every_stop_of_generate_counts_and_the_reason_is_printed(ok, folder):
 def test_generate_reads_the_prompt_from_a_file_or_standard_input(run, ok, folder, tmp_path):
     prompt = "naïve\r\nbottles\n"
     (tmp_path / "prompt.txt").write_bytes(prompt.encode())
-    options = ("generate", folder, "--max-bytes", 5, "--json")
+    options = ("generate", folder, "--max-tokens", 5, "--json")
     expected = ok(*options, "--prompt", prompt).json["text"]
     from_file = ok(*options, "--prompt-file", tmp_path / "prompt.txt").json
     assert (from_file["prompt"], from_file["text"]) == (prompt, expected)

@@ -56,7 +56,7 @@ def test_train_resume_and_generate_refuse_a_checkpoint_without_trust(run, ok, st
     assert_refused(run("train", "--resume", folder))
     ok("train", "--resume", folder, "--trust")
     assert_refused(run("generate", folder))
-    ok("generate", folder, "--max-bytes", 1, "--trust")
+    ok("generate", folder, "--max-tokens", 1, "--trust")
 
 
 def test_names_typed_on_the_command_line_are_trusted(ok, stack_file):
