@@ -90,7 +90,7 @@ class ModuleExplanation(NamedTuple):
 
 
 def explain_module(
-    module: nn.Module, shape: tuple[int, int] | None, device: DeviceSpec | str | None
+    module: nn.Module, shape: Shape | tuple[int, int] | None, device: DeviceSpec | str | None
 ) -> ModuleExplanation:
     """List what a module runs on a device; see `explain`."""
     if not isinstance(module, Mixer | Layer | LanguageModel):
