@@ -103,7 +103,7 @@ class MomentumDeltaNetMixer(FilterMixer):
         if state is not None:
             new |= {name: write_back(old[name], tensor) for name, tensor in zip("SN", states, strict=True)}
             new |= {} if history is None else {"project": history}
-        arguments, o = OutputArguments(x, projected, projected), o.to(projected.v.dtype)
+        arguments = OutputArguments(x, projected, projected)
         for part in self.outputs.values():
             o, _ = call_part(part, o, arguments, None, context)
         return self.out(o.flatten(2))
@@ -137,7 +137,7 @@ class MomentumGates(nn.Module):
         """Return the operands. Args: x: [B, T, D]; q, k: [B, T, H, K]; v: [B, T, HV, V]."""
         raw, dtype = self.proj(x), state_dtype(v.dtype)
         groups = self.value_heads // k.shape[2]
-        q, k, v = (y.to(dtype) for y in (q, k, v))
+        q, k = q.to(dtype), k.to(dtype)
         if self.d_log is not None:
             q = q - self.d_log.to(dtype).exp()[:, None] * k
         q, k = (unit_norm(y).repeat_interleave(groups, 2) for y in (q, k))
@@ -152,4 +152,5 @@ class MomentumGates(nn.Module):
         if self.min_log_mu is not None:
             log_mu = log_mu.clamp(min=self.min_log_mu)
         beta = self.strength * raw_beta.sigmoid() * square / (1 + square)
-        return MomentumInputs(q * k.shape[-1] ** -0.5, k, log_alpha, log_mu, beta, eta, v)
+        q = q * k.shape[-1] ** -0.5
+        return MomentumInputs(q.to(v.dtype), k.to(v.dtype), log_alpha, log_mu, beta, eta, v)

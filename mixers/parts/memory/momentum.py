@@ -1,6 +1,6 @@
 """The delta rule with momentum: two coupled states, computed in chunks by matrix products.
 
-B rows, T time, C tokens of a chunk, M chunks, H heads, K key width, V value width
+B rows, T time, C tokens of a chunk, G chunk slots, N sequences, H heads, K key width, V value width
 """
 
 from typing import NamedTuple
@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from deltazoo.backends.ops.momentum import CHUNK, Gates, MomentumOperands, MomentumToken, momentum_scan, momentum_step_
+from deltazoo.backends.torch_ext.gather import gather_rows
+from deltazoo.backends.update.base import state_dtype, without_autocast
+from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.sequences import unpack
-from deltazoo.mixers.parts.memory.token_scan import TokenScan
-
-CHUNK = 64
 
 
 class MomentumInputs(NamedTuple):
-    """Operands of `momentum_delta_rule`, all float32 or all float64.
+    """Operands of `momentum_delta_rule`.
 
-    q, k: [B, T, H, K]; v: [B, T, H, V]; log_alpha, log_mu <= 0, beta, eta: [B, T, H].
+    q, k: [B, T, H, K]; v: [B, T, H, V]; log_alpha, log_mu <= 0, beta, eta: [B, T, H], float32 (float64 in float64).
     """
 
     q: Tensor
@@ -40,59 +40,76 @@ def momentum_delta_rule(
         N_t = mu_t N_(t-1) + eta_t k_t (v_t - alpha_t S_(t-1)^T k_t)^T
         S_t = alpha_t S_(t-1) + beta_t N_t
 
-    A chunk is a triangular system and some products of C x C, K x V and C x K matrices; chunks follow one another in
-    one operator, which saves every sixteenth state and recomputes the others in the backward pass. Plain PyTorch: on a
-    GPU the many small products of each chunk leave it mostly idle.
-
-    Args: state: S and N, [N, H, K, V] each; None: 0. Padded tokens change neither. Packed sequences are unpacked to
-        rows of T tokens.
-    Returns: o [B, T, H, V]; the new S and N.
+    Args: state: S and N, [N, H, K, V] each; None: 0. Padded tokens change neither. A single token without gradients
+        updates them in place.
+    Returns: o [B, T, H, V] in the dtype of v; the new S and N.
     """
-    if context.cu_seqlens is not None:
-        rows, mask, index_T = unpack(inputs, context.cu_seqlens)
-        o, new = momentum_delta_rule(MomentumInputs(*rows), state, Context(mask=mask))
-        return o.flatten(0, 1)[index_T][None], new
     if context.mask is not None:
         gates = {name: getattr(inputs, name) for name in ("log_alpha", "log_mu", "beta", "eta")}
         inputs = inputs._replace(**{name: x.where(context.mask[..., None], 0.0) for name, x in gates.items()})
-    B, T, H, K = inputs.k.shape
-    if state is None:
-        state = [inputs.v.new_zeros(B, H, K, inputs.v.shape[-1]) for _ in range(2)]
-    size = 1 if T == 1 else CHUNK
-    operands = [_in_chunks(x, size) for x in inputs]
-    o_BMCHV, new = _SCAN(state, operands, [], Context())
-    return o_BMCHV.flatten(1, 2)[:, :T], new
+    T = inputs.q.shape[1]
+    if state is not None and T == 1 and context.cu_seqlens is None and not torch.is_grad_enabled():
+        q, k, log_alpha, log_mu, beta, eta, v = (x[:, 0] for x in inputs)
+        o = momentum_step_(MomentumToken(q, k, v, log_alpha.exp(), log_mu.exp(), beta, eta, *state))
+        return o[:, None], state
+    slots, starts, position = _slots(inputs, context)
+    joined = None if state is None else torch.stack(state, 2)
+    with without_autocast(inputs.q):
+        operands = _chunk_operands(slots)
+    rows = inputs.q.shape[0]
+    o_GCHV, new = momentum_scan(MomentumOperands(slots.q, slots.k, slots.v, *operands, joined, starts), rows)
+    if position is None:
+        o = torch.unflatten(o_GCHV.flatten(0, 1), 0, (rows, -1))[:, :T]
+    else:
+        o = F.pad(o_GCHV.flatten(0, 1), (0, 0, 0, 0, 0, 1))[position][None]
+    return o, list(new.unbind(2))
 
 
-def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """Split time into chunks, padded with 0, which no state sees: [B, T, ...] -> [B, M, C, ...]."""
-    return torch.unflatten(F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % size)), 1, (-1, size))
+def _slots(inputs: MomentumInputs, context: Context) -> tuple[MomentumInputs, Tensor, Tensor | None]:
+    """Divide sequences into slots of C tokens, padded with 0, which no state sees: [B, T, ...] -> [G, C, ...].
+
+    Returns: the operands; the first slot of each sequence, and G; the place of each token of a pack, G C for those of
+        no sequence.
+    """
+    (B, T), cu_seqlens = inputs.q.shape[:2], context.cu_seqlens
+    if cu_seqlens is None:
+        count = (T + CHUNK - 1) // CHUNK
+        starts = torch.arange(B + 1, device=inputs.q.device, dtype=torch.int32) * count
+        padded = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, -T % CHUNK)) for x in inputs]
+        return MomentumInputs(*(x.reshape(B * count, CHUNK, *x.shape[2:]) for x in padded)), starts, None
+    N = cu_seqlens.shape[0] - 1
+    G = T // CHUNK + N
+    number = torch.arange(N + 1, device=cu_seqlens.device)
+    bounds = cu_seqlens.long()
+    first = torch.where(number < N, bounds // CHUNK + number, G)
+    sequence, time = sequence_index(cu_seqlens, T), torch.arange(T, device=bounds.device)
+    offset = time - bounds[sequence]
+    position = torch.where(sequence < N, first[sequence] * CHUNK + offset, G * CHUNK)
+    token = position.new_full((G * CHUNK + 1,), T).scatter(0, position, time)[:-1]
+    rows = (gather_rows(x[0], token, position, True) for x in inputs)
+    return MomentumInputs(*(torch.unflatten(x, 0, (G, CHUNK)) for x in rows)), first.to(torch.int32), position
 
 
-def _chunk(state: list[Tensor], operands: list[Tensor], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Compute one chunk. Args: operands: those of `MomentumInputs`, [B, C, ...] each.
+def _chunk_operands(x: MomentumInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `system`, `scores` and `gates` of `MomentumOperands`.
 
     With G_ts = sum_(s <= r <= t) alpha_(r+1..t) beta_r mu_(s+1..r), the weight in S_t of the write of token s, the
     errors e solve e_t = v_t - k_t^T (alpha_(1..t) S + b_t N) - sum_(s < t) G'_ts k_t^T k_s eta_s e_s, where b is the
-    weight of N, and G' and b leave out r = t.
+    weight of N, and G' and b' leave out r = t.
     """
-    S, N = state
-    q, k, v = (rearrange(operands[i], "b c h x -> b h c x") for i in (0, 1, 6))
-    log_alpha, log_mu, beta, eta = (rearrange(x, "b c h -> b h c") for x in operands[2:6])
+    dtype = state_dtype(x.q.dtype)
+    q, k = (rearrange(y, "g c h k -> g h c k").to(dtype) for y in (x.q, x.k))
+    log_alpha, log_mu, beta, eta = (rearrange(y.to(dtype), "g c h -> g h c") for y in x[2:6])
     a, m = log_alpha.cumsum(-1), log_mu.cumsum(-1)
-    alpha, mu = _products(a), _products(m)
-    written = beta[..., None] * torch.cat([mu, m.exp()[..., None]], -1)  # the last column is for N
-    G, b = (alpha @ written).split([a.shape[-1], 1], -1)
-    earlier_G, earlier_b = (alpha.tril(-1) @ written).split([a.shape[-1], 1], -1)
-    kept = a.exp()[..., None]
-    system = earlier_G * (k @ k.mT) * eta[..., None, :]
-    expected = kept * (k @ S) + earlier_b * (k @ N)
-    error = torch.linalg.solve_triangular(system, v - expected, upper=False, unitriangular=True)
-    write = eta[..., None] * error
-    o = kept * (q @ S) + b * (q @ N) + (G * (q @ k.mT)) @ write
-    last_S = kept[..., -1:, :] * S + b[..., -1:, :] * N + k.mT @ (G[..., -1, :, None] * write)
-    last_N = m[..., -1, None, None].exp() * N + k.mT @ (mu[..., -1, :, None] * write)
-    return [last_S, last_N], rearrange(o, "b h c v -> b c h v")
+    mu, held = _products(m), m.exp()
+    momentum = torch.cat([mu, held[..., None]], -1)  # the last column is for N
+    written = beta[..., None] * momentum
+    earlier = (_products(a).tril(-1) @ written).split([CHUNK, 1], -1)
+    G, b = (earlier_weight + now for earlier_weight, now in zip(earlier, written.split([CHUNK, 1], -1), strict=True))
+    system = earlier[0] * (k @ k.mT) * eta[..., None, :]
+    scores = G * (q @ k.mT) * eta[..., None, :]
+    gates = Gates(a.exp(), b[..., 0], earlier[1][..., 0], G[..., -1, :] * eta, mu[..., -1, :] * eta, held)
+    return system, scores, torch.stack(gates, 2)
 
 
 def _products(total: Tensor) -> Tensor:
@@ -101,6 +118,3 @@ def _products(total: Tensor) -> Tensor:
     one = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
     difference = total[..., :, None] - total[..., None, :]
     return difference.masked_fill(torch.ones_like(one, dtype=torch.bool).triu(), -torch.inf).exp() + one
-
-
-_SCAN = TokenScan("momentum_delta_rule", _chunk)

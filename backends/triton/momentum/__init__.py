@@ -1,0 +1,1 @@
+"""The delta rule with momentum: two coupled states that pass from chunk to chunk."""

@@ -1,0 +1,106 @@
+"""Launch the kernels of the delta rule with momentum; imported when a kernel first runs.
+
+G chunk slots, C tokens of a chunk, N sequences, H heads, K key width, V value width
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.ops.momentum import MomentumOperands, MomentumToken
+from deltazoo.backends.triton.momentum import kernels
+from deltazoo.backends.triton.momentum.kernels import MomentumTraits
+from deltazoo.backends.triton.runtime.launcher import launcher
+from deltazoo.backends.triton.support import Options
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, most_registers, power_of_two
+
+
+class Tiles(NamedTuple):
+    """Tiles and launch parameters. scan, reverse, gradients, step: value columns of a tile; keys: of the gradients."""
+
+    scan: int = 32
+    scan_options: Options = Options(8, 2, most_registers(8))
+    reverse: int = 32
+    reverse_options: Options = Options(8, 1, most_registers(8))
+    gradients: int = 64
+    keys: int = 64
+    gradients_options: Options = Options(8, 2, most_registers(8))
+    step: int = 32
+
+
+TILES = Tiles()
+
+
+def forward(x: MomentumOperands, *results: Tensor) -> None:
+    """Compute o, the new states, the inverses of I + A and the errors into `results`."""
+    o, final, inverse, error = results
+    with torch.cuda.device_of(x.q):
+        tensors = x._asdict() | {"inverse": inverse}
+        run = launcher(kernels.momentum_inverse_kernel, tensors, {"traits": _traits(x, 16)}, Options(4))
+        run(x.q.shape[0] * x.q.shape[2], {})
+        tensors |= {"o": o, "final": final, "error": error}
+        _scan(kernels.momentum_scan_kernel, x, tensors, TILES.scan, options=TILES.scan_options)
+
+
+def backward(
+    x: MomentumOperands, inverse: Tensor, error: Tensor, d_o: Tensor, d_final: Tensor, *, out: Sequence[Tensor],
+    scratch: int,
+) -> None:  # fmt: skip
+    """Compute the gradients into `out`, for windows of heads whose states take at most `scratch` bytes together."""
+    d_q, d_k, d_v, d_system, d_scores, d_gates, d_state = out
+    G, (H, K), V = x.q.shape[0], x.q.shape[2:], x.v.shape[-1]
+    most = scratch // max(1, 4 * G * K * V * x.q.element_size())
+    size = cdiv(H, cdiv(H, min(H, max(1, most))))  # as many windows, of equal size
+    states, d_states = (x.q.new_empty(G, size, 2, K, V) for _ in range(2))
+    tiles = cdiv(K, TILES.keys)
+    partial = x.gates.new_empty(tiles, *x.gates.shape)
+    tensors = x._asdict() | {
+        "inverse": inverse, "error": error, "d_o": d_o, "d_final": d_final, "states": states, "d_states": d_states,
+        "d_q": d_q, "d_k": d_k, "d_v": d_v, "d_system": d_system, "d_scores": d_scores, "d_state": d_state,
+        "partial": partial,
+    }  # fmt: skip
+    with torch.cuda.device_of(x.q):
+        for head in range(0, H, size):
+            window = range(head, min(head + size, H))
+            _scan(kernels.momentum_states_kernel, x, tensors, TILES.scan, options=TILES.scan_options, window=window)
+            _scan(
+                kernels.momentum_reverse_kernel, x, tensors, TILES.reverse, options=TILES.reverse_options, window=window
+            )
+            traits = _traits(x, TILES.gradients, TILES.keys)
+            run = launcher(
+                kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=TILES.gradients_options
+            )
+            run(G * len(window) * tiles, {"G": G, "head": head, "heads": len(window)})
+        traits = _traits(x, 64)
+        launcher(kernels.momentum_squares_kernel, tensors, {"traits": traits}, options=Options(4, 2))(G * H, {})
+    torch.sum(partial, 0, out=d_gates)
+
+
+def step_(x: MomentumToken, o: Tensor) -> None:
+    """Decode one token per row into o, updating S and N of x in place."""
+    (B, H, K), V = x.q.shape, x.v.shape[-1]
+    BK, BV = power_of_two(K), min(TILES.step, power_of_two(V))
+    traits = MomentumTraits(H=H, K=K, V=V, C=1, BK=BK, BV=BV)
+    with torch.cuda.device_of(x.q):
+        options = Options(limit_warps(8, BK * BV))
+        run = launcher(kernels.momentum_step_kernel, x._asdict() | {"o": o}, {"traits": traits}, options)
+        run(B * H * cdiv(V, BV), {})
+
+
+def _scan(
+    kernel: Any, x: MomentumOperands, tensors: dict[str, Tensor | None], BV: int, *, options: Options,
+    window: range | None = None,
+) -> None:  # fmt: skip
+    """Launch a scan for a window of heads; None: all."""
+    window = range(x.q.shape[2]) if window is None else window
+    traits = _traits(x, BV)
+    programs = (x.starts.shape[0] - 1) * len(window) * cdiv(traits.V, BV)
+    run = launcher(kernel, tensors, {"traits": traits}, options)
+    run(programs, {"G": x.q.shape[0], "head": window.start, "heads": len(window)})
+
+
+def _traits(x: MomentumOperands, BV: int, BK: int | None = None) -> MomentumTraits:
+    (C, H, K), V = x.q.shape[1:], x.v.shape[-1]
+    return MomentumTraits(H=H, K=K, V=V, C=C, BK=max(64, power_of_two(K)) if BK is None else BK, BV=BV)
