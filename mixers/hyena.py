@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.long_conv import long_conv
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
@@ -19,7 +20,6 @@ from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
 from deltazoo.mixers.parts.attention.caches import append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.convolution import ShortConv
-from deltazoo.mixers.parts.ssm.diagonal_ssm import fft_convolve
 
 # The window of the filter decays to TARGET at a distance of SLOWEST x max_length tokens in the first channel, and of
 # FASTEST x max_length in the last.
@@ -111,7 +111,7 @@ class LongConv(nn.Module, CachingFilter):
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         if state is None and context.cu_seqlens is None:
-            return self._with_bias(fft_convolve(x, self.kernel(x.shape[1], x)), x), None
+            return self._with_bias(long_conv(x, self.kernel(x.shape[1], x)), x), None
         old = self._unpacked_state(x, context) if state is None else state
         count = token_counts(x, context)
         check_capacity(old["seen"], count, old["history"].shape[1])
@@ -145,7 +145,7 @@ class LongConv(nn.Module, CachingFilter):
             distance = offset[:, None] - torch.arange(S, device=x.device)
             weight = torch.where((distance >= 0)[..., None], kernel[distance.clamp(min=0)], 0.0)
             return (weight * history.to(weight.dtype)).sum(1, keepdim=True)
-        y = fft_convolve(history, kernel)
+        y = long_conv(history, kernel)
         time = torch.arange(T, device=x.device)
         if context.cu_seqlens is None:
             index = (offset[:, None] + time).clamp(max=S - 1)[..., None].expand(-1, -1, x.shape[2])

@@ -254,9 +254,7 @@ def _next(S_N: Tensor, k: Tensor, g: Gates, error: Tensor) -> Tensor:
     """Return the states after a chunk, [R, H, 2, K, V]."""
     S, N = S_N.unbind(2)
     kept, carried, held = (y[..., -1:, :] for y in (g.kept, g.carried, g.held))
-    return torch.stack(
-        [kept * S + carried * N + k.mT @ (g.write_S * error), held * N + k.mT @ (g.write_N * error)], 2
-    )
+    return torch.stack([kept * S + carried * N + k.mT @ (g.write_S * error), held * N + k.mT @ (g.write_N * error)], 2)
 
 
 def _by_head(x: MomentumOperands) -> tuple[Tensor, Tensor, Tensor, Tensor, Gates]:

@@ -5,21 +5,16 @@ G chunk slots, C tokens of a chunk, N sequences, H heads, K key width, V value w
 
 import pytest
 import torch
-from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
-from compiling import Compiler
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import momentum as module
-from deltazoo.backends.ops.momentum import MomentumOperands, MomentumToken, momentum_step_
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule
 
 H = 2
 EXACT = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no products in bfloat16
-KERNELS = {
-    f"momentum_{name}_kernel": 1 for name in ("inverse", "scan", "states", "reverse", "gradients", "squares")
-}
+KERNELS = {f"momentum_{name}_kernel": 1 for name in ("inverse", "scan", "states", "reverse", "gradients", "squares")}
 
 
 @pytest.fixture(autouse=True)

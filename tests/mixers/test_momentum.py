@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltazoo.backends.ops.momentum import CHUNK
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.backends.ops.momentum import CHUNK
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule
 
 H, K, V = 2, 5, 3

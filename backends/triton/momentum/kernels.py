@@ -193,7 +193,7 @@ def momentum_reverse_kernel(
     ks = tl.arange(0, traits.BK)
     dS = load_state(d_final, (n * traits.H + h) * 2, ks, vs, traits)
     dN = load_state(d_final, (n * traits.H + h) * 2 + 1, ks, vs, traits)
-    for back in range(0, end - begin):
+    for back in range(end - begin):
         slot = end - 1 - back
         chunk = slot * traits.H + h
         at = (slot * heads + h - head) * 2
@@ -232,6 +232,7 @@ def momentum_gradients_kernel(
     H, 6, C], the gradients of the gates.
     """
     C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
     tiles: tl.constexpr = (traits.K + traits.BK - 1) // traits.BK
     tile = tl.program_id(0) % tiles
     h = head + tl.program_id(0) // tiles % heads
@@ -239,12 +240,12 @@ def momentum_gradients_kernel(
     chunk = slot * traits.H + h
     at = (slot * heads + h - head) * 2
     ks = tile * traits.BK + tl.arange(0, traits.BK)
-    o_S = tl.zeros([C, traits.BK], tl.float32)
-    o_N = tl.zeros([C, traits.BK], tl.float32)
-    read_S = tl.zeros([C, traits.BK], tl.float32)
-    read_N = tl.zeros([C, traits.BK], tl.float32)
-    e_dS = tl.zeros([C, traits.BK], tl.float32)
-    e_dN = tl.zeros([C, traits.BK], tl.float32)
+    o_S = tl.zeros([C, BK], tl.float32)
+    o_N = tl.zeros([C, BK], tl.float32)
+    read_S = tl.zeros([C, BK], tl.float32)
+    read_N = tl.zeros([C, BK], tl.float32)
+    e_dS = tl.zeros([C, BK], tl.float32)
+    e_dN = tl.zeros([C, BK], tl.float32)
     kept_C = 0.0
     carried_C = 0.0
     held_C = 0.0

@@ -59,7 +59,7 @@ def momentum_delta_rule(
     rows = inputs.q.shape[0]
     o_GCHV, new = momentum_scan(MomentumOperands(slots.q, slots.k, slots.v, *operands, joined, starts), rows)
     if position is None:
-        o = torch.unflatten(o_GCHV.flatten(0, 1), 0, (rows, -1))[:, :T]
+        o = o_GCHV.reshape(rows, -(-T // CHUNK) * CHUNK, *inputs.v.shape[2:])[:, :T]
     else:
         o = F.pad(o_GCHV.flatten(0, 1), (0, 0, 0, 0, 0, 1))[position][None]
     return o, list(new.unbind(2))

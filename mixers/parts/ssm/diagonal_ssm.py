@@ -7,9 +7,10 @@ import math
 from typing import ClassVar, Literal
 
 import torch
-from einops import rearrange, repeat
+from einops import repeat
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.long_conv import long_conv
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
@@ -90,7 +91,7 @@ class DiagonalSSM(nn.Module):
         """Filter x [B, T, D], whose padding is at the right and zero. Returns: y in the dtype of x; the new state."""
         log_magnitude, frequency, b = self._discretise(state_dtype(x.dtype))
         if self.convolution and state is None and context.cu_seqlens is None:
-            y, new_state = fft_convolve(x, self._kernel(log_magnitude, frequency, b, x.shape[1])), None
+            y, new_state = long_conv(x, self._kernel(log_magnitude, frequency, b, x.shape[1])), None
         else:
             y, new_state = self._recurrent(x, log_magnitude, frequency, b, state, context)
         return (y + self.skip * x).to(x.dtype), new_state
@@ -145,18 +146,3 @@ class DiagonalSSM(nn.Module):
 
     def extra_repr(self) -> str:
         return f"discretisation={self.discretisation!r}, convolution={self.convolution}"
-
-
-def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
-    """Convolve causally by FFT: y_t = sum_(s <= t) kernel_(t - s) x_s.
-
-    Args: x: [B, T, D]; kernel: [T or more, D].
-    Returns: [B, T, D] in the dtype of the kernel.
-    """
-    T = x.shape[1]
-    if T == 0 or x.shape[0] == 0:  # MKL refuses an empty transform
-        return x.to(kernel.dtype)
-    size = 2 * T
-    wide = x.to(kernel.dtype)
-    spectrum = torch.fft.rfft(rearrange(wide, "b t d -> b d t"), size) * torch.fft.rfft(kernel[:T].mT, size)
-    return rearrange(torch.fft.irfft(spectrum, size)[..., :T], "b d t -> b t d")

@@ -1,0 +1,44 @@
+"""The long convolution against the sum over taps in float64."""
+
+import pytest
+import torch
+
+from deltazoo.backends.ops import long_conv as module
+from deltazoo.backends.ops.long_conv import long_conv, transform_length
+
+
+def direct(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    T = x.shape[1]
+    lag = torch.arange(T)[:, None] - torch.arange(T)
+    matrix = torch.where((lag >= 0)[..., None], kernel[lag.clamp(min=0)], 0.0)
+    return torch.einsum("tsd,bsd->btd", matrix, x)
+
+
+@pytest.mark.parametrize("T", [0, 1, 2, 7, 100])
+@pytest.mark.parametrize("scratch", [module.SCRATCH, 20000])
+def test_output_and_gradients_equal_the_sum_over_taps(T, scratch, monkeypatch):
+    monkeypatch.setattr(module, "SCRATCH", scratch)
+    torch.manual_seed(0)
+    x = torch.randn(2, T, 9, dtype=torch.float64, requires_grad=True)
+    kernel = torch.randn(T + 3, 9, dtype=torch.float64, requires_grad=True)
+    y, expected = long_conv(x, kernel), direct(x, kernel)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    actual, reference = (torch.autograd.grad(z, (x, kernel), dy, allow_unused=True) for z in (y, expected))
+    for a, b in zip(actual, reference, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 1000, 4096, 4097, 65537])
+def test_transforms_are_long_enough_and_less_than_a_third_longer(T):
+    assert 2 * T - 1 <= transform_length(T) < max(3, 4 / 3 * 2 * T)
+
+
+def test_a_graph_with_a_dynamic_length_is_compiled_once():
+    torch._dynamo.reset()
+    compiled = torch.compile(long_conv, fullgraph=True, dynamic=True, backend="aot_eager")
+    kernel = torch.randn(60, 3, requires_grad=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (17, 40, 33):
+            x = torch.randn(2, T, 3, requires_grad=True)
+            torch.testing.assert_close(compiled(x, kernel), direct(x, kernel), rtol=1e-4, atol=1e-4)
