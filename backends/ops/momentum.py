@@ -30,7 +30,7 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_o
 from deltazoo.backends.update.base import state_dtype, without_autocast
 
 CHUNK = 64
-SCRATCH = 512 * 2**20  # bytes of the states, and their gradients, that the backward keeps at once
+SCRATCH = 1152 * 2**20  # bytes of the states, and their gradients, that the backward keeps at once
 
 
 class Gates(NamedTuple):
@@ -55,7 +55,7 @@ class MomentumOperands(NamedTuple):
 
     Args:
         q, k: [G, C, H, K]; v: [G, C, H, V].
-        system, scores: A (below the diagonal) and P, [G, H, C, C]; gates: [G, H, 6, C], see `Gates`; in the state dtype.
+        system, scores: A (below the diagonal) and P, [G, H, C, C]; gates: [G, H, 6, C], see `Gates`; not in 16 bits.
         state: S and N before the first token, [N, H, 2, K, V]; None: 0.
         starts: [N + 1] int32, the first slot of each sequence, and G.
     """

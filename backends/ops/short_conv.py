@@ -16,6 +16,7 @@ from deltazoo.backends.ops.grouped_conv import grouped_conv
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.update.varlen import is_in_sequence, packing_problems, sequence_count, sequence_index
 
+FEW_TAPS = 16  # of more taps Inductor would compile a long sum for minutes
 EPS = 1e-6  # added to the squared L2 norm
 
 
@@ -69,9 +70,9 @@ class ConvMeta(NamedTuple):
 def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
     """Compute y_t = sum_i weight_i x_(t - W + 1 + i) + bias for each channel, then SiLU and norm of each part.
 
-    The computation is in float32 (float64 for float64) with one rounding at the end. It is a sum of shifted products,
-    which Inductor fuses with the operations that follow. No tap crosses a boundary between packed sequences. Rows after
-    cu_seqlens[-1] get zeros in y and in the gradient of x.
+    The computation is in float32 (float64 for float64) with one rounding at the end. With few taps it is a sum of
+    shifted products, which Inductor fuses with the operations that follow. No tap crosses a boundary between packed
+    sequences. Rows after cu_seqlens[-1] get zeros in y and in the gradient of x.
 
     Args: parts: consecutive groups of the channels of x.
     Returns: [B, T, channels] in the dtype of x for each part.
@@ -83,6 +84,13 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
         y_BTC = grouped_conv(x_BTC[0], weight, history, ends, cu_seqlens)[None]
         if bias is not None:
             y_BTC = y_BTC + expand_rows(bias, group_of_row(ends, x_BTC.shape[1]), ends).to(compute_dtype)
+        return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
+    if weight.shape[1] > FEW_TAPS:
+        y_BTC = _wide(x_BTC, weight.T.to(compute_dtype), history, cu_seqlens)
+        if bias is not None:
+            y_BTC = y_BTC + bias.to(compute_dtype)
+        if cu_seqlens is not None:
+            y_BTC = torch.where(is_in_sequence(cu_seqlens, x_BTC.shape[1])[:, None], y_BTC, 0)
         return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
@@ -152,6 +160,20 @@ def shifted_taps(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: T
         padded = torch.cat([history.to(x_BTC.dtype), x_BTC], 1)
         return [padded[:, i : i + T] for i in range(past + 1)]
     return [_shifted(x_BTC, past - i) for i in range(past + 1)]
+
+
+def _wide(x_BTC: Tensor, weight_WC: Tensor, history: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Convolve with many taps. A pack and a history are convolved with the tokens before each sequence."""
+    from deltazoo.backends.ops.wide_conv import wide_conv  # imports the triton backend, which imports this file
+
+    past = len(weight_WC) - 1
+    weight_WC = weight_WC.flip(0)  # by lag
+    if cu_seqlens is not None:
+        padded, rows_T = _pack_with_history(x_BTC, history, past, cu_seqlens)
+        return wide_conv(padded, weight_WC)[:, rows_T]
+    if history is None:
+        return wide_conv(x_BTC, weight_WC)
+    return wide_conv(torch.cat([history.to(x_BTC.dtype), x_BTC], 1), weight_WC)[:, past:]
 
 
 def _silu(y: Tensor, part: ConvPart) -> Tensor:

@@ -9,6 +9,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import momentum as module
+from deltazoo.backends.ops.momentum import MomentumToken, momentum_step_
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule
 
@@ -24,7 +25,7 @@ def kernels_in_the_interpreter(monkeypatch):
         monkeypatch.setattr(module, "runs_momentum", lambda *_: True)
 
 
-def draw(T: int, K: int, V: int, strong: bool) -> tuple[MomentumInputs, list[torch.Tensor]]:
+def draw(T: int, K: int, V: int, strong: bool = False) -> MomentumInputs:
     """Draw the gates as the layer does, in float64. strong: some decays forget everything."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, T, H, width, dtype=torch.float64, device=DEVICE) for width in (K, K, V))
@@ -35,7 +36,7 @@ def draw(T: int, K: int, V: int, strong: bool) -> tuple[MomentumInputs, list[tor
     log_alpha, log_mu, beta = -torch.log1p(square) - gates[1], -2 * gates[2], gates[3] * square / (1 + square)
     if strong:
         log_alpha, log_mu = (torch.where(gates[0] > 0.8, -60.0, x) for x in (log_alpha, log_mu))
-    return MomentumInputs(q * K**-0.5, k, log_alpha, log_mu, beta, eta, v), []
+    return MomentumInputs(q * K**-0.5, k, log_alpha, log_mu, beta, eta, v)
 
 
 @needs_triton
@@ -48,7 +49,7 @@ def draw(T: int, K: int, V: int, strong: bool) -> tuple[MomentumInputs, list[tor
     ],
 )
 def test_the_scan_and_its_gradients(bounds, K, V, dtype, strong):
-    inputs, _ = draw(bounds[-1] + 1, K, V, strong)
+    inputs = draw(bounds[-1] + 1, K, V, strong)
     N = len(bounds) - 1
     state = [torch.randn(N, H, K, V, dtype=torch.float64, device=DEVICE) for _ in range(2)]
     context = Context(cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=DEVICE))
@@ -73,5 +74,19 @@ def test_the_scan_and_its_gradients(bounds, K, V, dtype, strong):
     pairs = zip([*actual, *gradients], [*expected, *expected_gradients], limits, strict=True)
     for i, (value, reference, limit) in enumerate(pairs):
         error = float((value.double() - reference).norm() / reference.norm().clamp(min=1e-9))
-        print(i, error)
         assert error < limit, i
+
+
+@needs_triton
+@pytest.mark.kernel_smoke
+def test_a_decode_step_is_one_launch_and_equals_the_chunks():
+    inputs = draw(1, 20, 40)
+    state = [torch.randn(1, H, 20, 40, dtype=torch.float64, device=DEVICE) for _ in range(2)]
+    expected = momentum_delta_rule(inputs, state, Context())
+    q, k, log_alpha, log_mu, beta, eta, v = (x[:, 0].float() for x in inputs)
+    S, N = (x.float() for x in state)
+    with torch.no_grad(), watch() as log:
+        o = momentum_step_(MomentumToken(q, k, v, log_alpha.exp(), log_mu.exp(), beta, eta, S, N))
+    assert log.kernels == {"momentum_step_kernel": 1}
+    for value, reference in zip([o[:, None], S, N], [expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-5)

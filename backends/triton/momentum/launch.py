@@ -12,7 +12,9 @@ from torch import Tensor
 from deltazoo.backends.ops.momentum import MomentumOperands, MomentumToken
 from deltazoo.backends.triton.momentum import kernels
 from deltazoo.backends.triton.momentum.kernels import MomentumTraits
+from deltazoo.backends.triton.problem import device_spec
 from deltazoo.backends.triton.runtime.launcher import launcher
+from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, most_registers, power_of_two
 
@@ -31,17 +33,25 @@ class Tiles(NamedTuple):
 
 
 TILES = Tiles()
+_PIPELINED = 208 * 1024  # bytes of shared memory per block that the scan needs with two stages
+
+
+def choose_tiles(x: Tensor) -> Tiles:
+    """Return the tiles for the device's shared memory."""
+    fits = device_spec(device_of(x).index).shared_memory >= _PIPELINED
+    return TILES if fits else TILES._replace(scan_options=TILES.scan_options._replace(stages=1))
 
 
 def forward(x: MomentumOperands, *results: Tensor) -> None:
     """Compute o, the new states, the inverses of I + A and the errors into `results`."""
     o, final, inverse, error = results
+    tiles = choose_tiles(x.q)
     with torch.cuda.device_of(x.q):
         tensors = x._asdict() | {"inverse": inverse}
         run = launcher(kernels.momentum_inverse_kernel, tensors, {"traits": _traits(x, 16)}, Options(4))
         run(x.q.shape[0] * x.q.shape[2], {})
         tensors |= {"o": o, "final": final, "error": error}
-        _scan(kernels.momentum_scan_kernel, x, tensors, TILES.scan, options=TILES.scan_options)
+        _scan(kernels.momentum_scan_kernel, x, tensors, tiles.scan, options=tiles.scan_options)
 
 
 def backward(
@@ -54,8 +64,9 @@ def backward(
     most = scratch // max(1, 4 * G * K * V * x.q.element_size())
     size = cdiv(H, cdiv(H, min(H, max(1, most))))  # as many windows, of equal size
     states, d_states = (x.q.new_empty(G, size, 2, K, V) for _ in range(2))
-    tiles = cdiv(K, TILES.keys)
-    partial = x.gates.new_empty(tiles, *x.gates.shape)
+    tiles = choose_tiles(x.q)
+    key_tiles = cdiv(K, tiles.keys)
+    partial = x.gates.new_empty(key_tiles, *x.gates.shape)
     tensors = x._asdict() | {
         "inverse": inverse, "error": error, "d_o": d_o, "d_final": d_final, "states": states, "d_states": d_states,
         "d_q": d_q, "d_k": d_k, "d_v": d_v, "d_system": d_system, "d_scores": d_scores, "d_state": d_state,
@@ -64,15 +75,15 @@ def backward(
     with torch.cuda.device_of(x.q):
         for head in range(0, H, size):
             window = range(head, min(head + size, H))
-            _scan(kernels.momentum_states_kernel, x, tensors, TILES.scan, options=TILES.scan_options, window=window)
+            _scan(kernels.momentum_states_kernel, x, tensors, tiles.scan, options=tiles.scan_options, window=window)
             _scan(
-                kernels.momentum_reverse_kernel, x, tensors, TILES.reverse, options=TILES.reverse_options, window=window
+                kernels.momentum_reverse_kernel, x, tensors, tiles.reverse, options=tiles.reverse_options, window=window
             )
-            traits = _traits(x, TILES.gradients, TILES.keys)
+            traits = _traits(x, tiles.gradients, tiles.keys)
             run = launcher(
-                kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=TILES.gradients_options
+                kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=tiles.gradients_options
             )
-            run(G * len(window) * tiles, {"G": G, "head": head, "heads": len(window)})
+            run(G * len(window) * key_tiles, {"G": G, "head": head, "heads": len(window)})
         traits = _traits(x, 64)
         launcher(kernels.momentum_squares_kernel, tensors, {"traits": traits}, options=Options(4, 2))(G * H, {})
     torch.sum(partial, 0, out=d_gates)

@@ -1,0 +1,72 @@
+"""The convolution with many taps against the sum over taps: in plain torch, in the interpreter, or on a GPU."""
+
+import pytest
+import torch
+from triton_cases import DEVICE, INTERPRETED, needs_triton
+
+from deltazoo import watch
+from deltazoo.backends.ops import wide_conv as module
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, short_conv
+from deltazoo.backends.ops.wide_conv import wide_conv
+from deltazoo.backends.triton.conv import wide
+
+
+def direct(x, weight):
+    T = x.shape[1]
+    taps = [torch.nn.functional.pad(x, (0, 0, lag, 0))[:, :T] * w for lag, w in enumerate(weight)]
+    return torch.stack(taps).sum(0)
+
+
+def results(function, x, weight, dy):
+    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("T", [1, 5, 40])
+def test_plain_torch_equals_the_sum_over_taps(T):
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, T, 3), (20, 3), (2, T, 3)))
+    for a, b in zip(results(wide_conv, x, weight, dy), results(direct, x, weight, dy), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_a_wide_short_convolution_equals_one_of_each_sequence(history):
+    torch.manual_seed(0)
+    bounds, W, C = [0, 25, 25, 26, 60], 20, 3
+    x, weight, bias, before = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((1, 62, C), (C, W), (C,), (4, W - 1, C))
+    )
+    inputs = ConvInputs(x, weight, bias, before if history else None, torch.tensor(bounds, dtype=torch.int32))
+    (y,) = short_conv(inputs, [ConvPart(C)])
+    for n in range(4):
+        piece = x[:, bounds[n] : bounds[n + 1]]
+        padded = torch.cat([before[n : n + 1] if history else before.new_zeros(1, W - 1, C), piece], 1)
+        expected = direct(padded, weight.T.flip(0))[:, W - 1 :] + bias
+        torch.testing.assert_close(y[:, bounds[n] : bounds[n + 1]], expected)
+    assert not y[:, 60:].any()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "W", "dtype"),
+    [
+        pytest.param((2, 21, 10), 18, torch.float32, marks=pytest.mark.kernel_smoke),
+        ((1, 70, 20), 64, torch.bfloat16),
+    ],
+)
+def test_kernels_equal_plain_torch(shape, W, dtype, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(module, "_has_kernel", lambda x: x.dtype != torch.float64)
+        monkeypatch.setattr(wide, "TIME", 16)
+        monkeypatch.setattr(wide, "SUM_TIME", 16)
+    torch.manual_seed(0)
+    x, dy = (torch.randn(*shape, device=DEVICE) for _ in range(2))
+    x, weight = x.to(dtype), torch.randn(W, shape[2], device=DEVICE)
+    with watch() as log:
+        actual = results(wide_conv, x, weight, dy)
+    assert log.kernels == {"wide_conv_kernel": 2, "wide_correlation_kernel": 1}
+    expected = results(direct, x.double(), weight.double(), dy.double())
+    for a, b, limit in zip(actual, expected, (1e-6, 4e-3 if dtype == torch.bfloat16 else 1e-6, 1e-6), strict=True):
+        assert float((a - b).norm() / b.norm()) < limit
