@@ -31,15 +31,24 @@ from deltazoo.backends.triton.element.operands import (
 from deltazoo.backends.triton.operands import all_ready, schema
 from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
+from deltazoo.backends.triton.shared_keys.op import shared_key_scan
+from deltazoo.backends.triton.shared_keys.operands import SharedKeyOperands, shares_keys
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput
 from deltazoo.backends.update.lowering import strengths
 from deltazoo.backends.update.spec import UpdateSpec
 
 
 def element_update(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> UpdateOutput:
-    """Compute an update; differentiable once. Wider values are computed two columns at a time."""
+    """Compute an update; differentiable once. Wider values are computed two columns at a time.
+
+    Many value heads that share a key head are computed by matrix products, unless a config is given.
+    """
     x, kind = _lower(spec, inputs), ElementKind(spec.read, spec.scale_of(inputs.q.shape[-1]), config)
-    V = x.v.shape[-1]
+    H, (HV, V) = x.q.shape[2], x.v.shape[2:]
+    if not config and shares_keys(x.q.dtype, x.decay, H, HV, V=V, read=spec.read):
+        assert x.log_decay is not None
+        shared = SharedKeyOperands(x.q, x.k, x.v, x.log_decay, x.state, x.cu_seqlens)
+        return UpdateOutput(*shared_key_scan(shared, kind.scale))
     if V > MAX_ELEMENT_VALUES:
         slices = [slice(i, min(i + MAX_ELEMENT_VALUES, V)) for i in range(0, V, MAX_ELEMENT_VALUES)]
         parts = [
