@@ -109,26 +109,29 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x = MomentumOperands(*tensors)
     N, (H, K), V = x.starts.shape[0] - 1, x.q.shape[2:], x.v.shape[-1]
     o = x.v.new_empty(x.v.shape)
-    return o, x.gates.new_empty(N, H, 2, K, V), x.v.new_empty(x.system.shape), torch.empty_like(o)
+    squares = (x.v.new_empty(x.system.shape) for _ in range(2))
+    return o, x.gates.new_empty(N, H, 2, K, V), *squares, torch.empty_like(o)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Compute the gradients. `system` and `scores` are the inverses of I + A, and P, in the dtype of v."""
     *tensors, rows = arguments
-    operands, (inverse, error, d_o, d_final) = tensors[:_INPUTS], all_ready(tensors[_INPUTS:])
-    x = MomentumOperands(*all_ready(operands))
+    x, (error, d_o, d_final) = MomentumOperands(*all_ready(tensors[:_INPUTS])), all_ready(tensors[_INPUTS:])
     if _supported(x):
         from deltazoo.backends.triton.momentum.launch import backward
 
         out = _backward_fake(*arguments)
-        backward(x, inverse, error, d_o, d_final, out=out, scratch=SCRATCH)
+        backward(x, error, d_o, d_final, out=out, scratch=SCRATCH)
         return out
     with without_autocast(x.q):
-        return _plain_backward(x, inverse, error, d_o, d_final, rows=rows)
+        return _plain_backward(x, error, d_o, d_final, rows=rows)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, d_final = MomentumOperands(*arguments[:_INPUTS]), arguments[-2]
-    return tuple(y.new_empty(y.shape) for y in (x.q, x.k, x.v, x.system, x.scores, x.gates, d_final))
+    squares = (x.gates.new_empty(x.system.shape) for _ in range(2))
+    tokens, others = ([y.new_empty(y.shape) for y in ys] for ys in ((x.q, x.k, x.v), (x.gates, d_final)))
+    return *tokens, *squares, *others
 
 
 def _plain_forward(x: MomentumOperands, rows: int) -> tuple[Tensor, ...]:
@@ -147,11 +150,11 @@ def _plain_forward(x: MomentumOperands, rows: int) -> tuple[Tensor, ...]:
         S_N = _next(S_N, k[at], g, error[at])
         final = final.index_copy(0, scan.sequence_RM[:, m], S_N)
     dtype = x.v.dtype
-    return _by_token(o, dtype), final, inverse.to(dtype), _by_token(error, dtype)
+    return _by_token(o, dtype), final, inverse.to(dtype), x.scores.to(dtype, copy=True), _by_token(error, dtype)
 
 
 def _plain_backward(
-    x: MomentumOperands, inverse: Tensor, error: Tensor, d_o: Tensor, d_final: Tensor, rows: int
+    x: MomentumOperands, error: Tensor, d_o: Tensor, d_final: Tensor, *, rows: int
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of windows of heads, whose states are computed again."""
     H, per_head = x.q.shape[2], x.q.shape[0] * d_final[0, :1].numel() * d_final.element_size()
@@ -164,19 +167,17 @@ def _plain_backward(
             q=x.q[tokens], k=x.k[tokens], v=x.v[tokens], system=x.system[squares], scores=x.scores[squares],
             gates=x.gates[squares], state=None if x.state is None else x.state[squares],
         )  # fmt: skip
-        parts.append(
-            _backward_of_heads(window, inverse[squares], error[tokens], d_o[tokens], d_final[squares], rows=rows)
-        )
+        parts.append(_backward_of_heads(window, error[tokens], d_o[tokens], d_final[squares], rows=rows))
     dims = (2, 2, 2, 1, 1, 1, 1)
     return tuple(torch.cat(y, dim).contiguous() for y, dim in zip(zip(*parts, strict=True), dims, strict=True))
 
 
 def _backward_of_heads(
-    x: MomentumOperands, inverse: Tensor, error: Tensor, d_o: Tensor, d_final: Tensor, rows: int
+    x: MomentumOperands, error: Tensor, d_o: Tensor, d_final: Tensor, *, rows: int
 ) -> tuple[Tensor, ...]:
     q, k, v, scores, gates = _by_head(x)
     error, d_o = (y.transpose(1, 2).to(scores.dtype) for y in (error, d_o))
-    inverse = inverse.to(scores.dtype)
+    inverse = x.system.to(scores.dtype)
     scan = _Slots(x, rows)
     state, states = scan.initial(x), []
     S_N = scan.zeros(state)
@@ -275,12 +276,12 @@ def _inverse(system: Tensor) -> Tensor:
 
 _tensors = schema(MomentumOperands)
 _forward_op = operator(
-    f"momentum_scan({_tensors}, int rows) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"momentum_scan({_tensors}, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     compiled_ahead(_forward, _forward_fake),
 )
 _backward_op = operator(
-    f"momentum_scan_backward({_tensors}, Tensor inverse, Tensor error, Tensor d_o, Tensor d_final, int rows)"
+    f"momentum_scan_backward({_tensors}, Tensor error, Tensor d_o, Tensor d_final, int rows)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     compiled_ahead(_backward, _backward_fake),
@@ -296,9 +297,9 @@ class _MomentumScan(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.rows = inputs
-        _, _, inverse, error = output
-        ctx.mark_non_differentiable(inverse, error)
-        ctx.save_for_backward(*tensors, inverse, error)
+        _, _, inverse, scores, error = output
+        ctx.mark_non_differentiable(inverse, scores, error)
+        ctx.save_for_backward(*MomentumOperands(*tensors)._replace(system=inverse, scores=scores), error)
 
     @staticmethod
     @differentiable_once

@@ -31,7 +31,7 @@ def draw(T: int, H: int, M: int, K: int, decays: str) -> UpdateInputs:
     [
         pytest.param([0, 20], 1, 16, 16, "weak", marks=pytest.mark.kernel_smoke),
         ([0, 70, 70, 140], 2, 20, 80, "strong"),
-        ([0, 1, 150], 1, 100, 64, "forgets"),
+        ([0, 1, 150], 1, 60, 64, "forgets"),
     ],
 )
 def test_outputs_and_gradients(bounds, H, M, K, decays):

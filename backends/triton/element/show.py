@@ -5,6 +5,7 @@ from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.element.config import Tiling, element_heuristic, parse_element, tiling
 from deltazoo.backends.triton.element.plan import ElementPlan, ElementSizes, element_plan
 from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES, route_of
+from deltazoo.backends.triton.shared_keys.operands import shares_keys
 from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.backends.update.spec import UpdateSpec
 
@@ -29,6 +30,8 @@ def explain_element(
     device = DeviceSpec.current() if device is None else device
     if device.platform == "interpreter":
         return None
+    if not config and shares_keys(meta.dtype, spec.decay, meta.H, meta.HV, V=meta.V, read=spec.read):
+        return _explain_shared_keys(spec, meta, shape, device)
     head = f"elementwise kernels on {device.name} ({device.processors} SMs, Triton {device.triton})"
     V = min(meta.V, MAX_ELEMENT_VALUES)
     launches = parse_element(config) if config else element_heuristic(meta.K, V)
@@ -54,6 +57,18 @@ def explain_element(
     tokens = plans[0].segment_tokens
     segments = f"{plans[0].segments} of {tokens} tokens, computed in parallel" if tokens else "none"
     rows.append(f"  segments: {segments}")
+    return "\n".join(rows)
+
+
+def _explain_shared_keys(spec: UpdateSpec, meta: UpdateMeta, shape: Shape | None, device: DeviceSpec) -> str:
+    title = f"kernels of shared keys on {device.name} ({device.processors} SMs, Triton {device.triton})"
+    if shape is not None:
+        title += f" for {shape.name}: B = {shape.B}, T = {shape.T}"
+        if route_of(spec, meta.V, shape.T, packed=bool(shape.lengths), grad=meta.grad) == "element step":
+            return f"{title}:\n  decode: element_step_kernel"
+    rows = [f"{title}:", "  forward: shared_key_sums_kernel -> shared_key_scan_kernel -> shared_key_output_kernel"]
+    if meta.grad:
+        rows.append("  backward: shared_key_scan_kernel -> shared_key_gradients_kernel")
     return "\n".join(rows)
 
 

@@ -97,32 +97,39 @@ def locate(starts, G, heads, head, traits: tl.constexpr):
 
 
 @triton.jit
-def momentum_inverse_kernel(system, inverse, traits: tl.constexpr):
-    """Invert I + A. Grid: slot, head. Reads system [G, H, C, C], below the diagonal; writes inverse, the same."""
+def momentum_inverse_kernel(system, scores, inverse, rounded, traits: tl.constexpr):
+    """Invert I + A, and round P. Grid: slot, head.
+
+    Reads system [G, H, C, C], below the diagonal, and scores; writes inverse and rounded, P in the dtype of products.
+    """
     C: tl.constexpr = traits.C
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, C)
     A = tl.where(i[:, None] > i[None, :], load_square(system, chunk, C), 0.0)
     T, _ = unit_lower_inverse(A, C, tl.float32, "tf32x3", 16)
-    tl.store(inverse + chunk * (C * C) + i[:, None] * C + i[None, :], T.to(inverse.dtype.element_ty))
+    at = chunk * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(inverse + at, T.to(inverse.dtype.element_ty))
+    tl.store(rounded + at, load_square(scores, chunk, C).to(rounded.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["G", "head", "heads"])
 def momentum_scan_kernel(
-    q, k, v, scores, inverse, gates, state, starts, o, final, error, G, head, heads, traits: tl.constexpr
+    q, k, v, rounded, inverse, gates, state, starts, o, final, error, G, head, heads, traits: tl.constexpr
 ):
     """Scan the chunks of a sequence. Grid: sequence, head, value tile.
 
-    Reads q, k, v; scores and inverse [G, H, C, C]; gates [G, H, 6, C]; state [N, H, 2, K, V], unless None. Writes o and
-    error [G, C, H, V], and final [N, H, 2, K, V].
+    Reads q, k, v; rounded and inverse [G, H, C, C]; gates [G, H, 6, C]; state [N, H, 2, K, V], unless None. Writes o
+    and error [G, C, H, V], and final [N, H, 2, K, V].
     """
     C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    BV: tl.constexpr = traits.BV
     dtype: tl.constexpr = k.dtype.element_ty
     n, begin, end, h, vs = locate(starts, G, heads, head, traits)
     ks = tl.arange(0, traits.BK)
     if state is None:
-        S = tl.zeros([traits.BK, traits.BV], tl.float32)
-        N = tl.zeros([traits.BK, traits.BV], tl.float32)
+        S = tl.zeros([BK, BV], tl.float32)
+        N = tl.zeros([BK, BV], tl.float32)
     else:
         S = load_state(state, (n * traits.H + h) * 2, ks, vs, traits)
         N = load_state(state, (n * traits.H + h) * 2 + 1, ks, vs, traits)
@@ -138,7 +145,7 @@ def momentum_scan_kernel(
         e = tl.dot(load_square(inverse, chunk, C), read.to(inverse.dtype.element_ty))
         store_tile(error, e, slot, h, vs, traits.V, traits)
         out = kept[:, None] * tl.dot(q_tile, S_half) + carried[:, None] * tl.dot(q_tile, N_half)
-        out += tl.dot(load_square(scores, chunk, C).to(dtype), e.to(dtype))
+        out += tl.dot(load_square(rounded, chunk, C), e.to(dtype))
         store_tile(o, out, slot, h, vs, traits.V, traits)
         kept_C, carried_C, held_C = load_last(gates, chunk, C)
         k_T = tl.trans(k_tile)
@@ -156,12 +163,14 @@ def momentum_states_kernel(k, gates, error, state, starts, states, G, head, head
     Reads k, gates, error and state. Writes states [G, heads, 2, K, V].
     """
     C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    BV: tl.constexpr = traits.BV
     dtype: tl.constexpr = k.dtype.element_ty
     n, begin, end, h, vs = locate(starts, G, heads, head, traits)
     ks = tl.arange(0, traits.BK)
     if state is None:
-        S = tl.zeros([traits.BK, traits.BV], tl.float32)
-        N = tl.zeros([traits.BK, traits.BV], tl.float32)
+        S = tl.zeros([BK, BV], tl.float32)
+        N = tl.zeros([BK, BV], tl.float32)
     else:
         S = load_state(state, (n * traits.H + h) * 2, ks, vs, traits)
         N = load_state(state, (n * traits.H + h) * 2 + 1, ks, vs, traits)
@@ -180,11 +189,11 @@ def momentum_states_kernel(k, gates, error, state, starts, states, G, head, head
 
 @triton.jit(do_not_specialize=["G", "head", "heads"])
 def momentum_reverse_kernel(
-    q, k, scores, inverse, gates, starts, d_o, d_final, d_states, d_v, d_state, G, head, heads, traits: tl.constexpr
+    q, k, rounded, inverse, gates, starts, d_o, d_final, d_states, d_v, d_state, G, head, heads, traits: tl.constexpr
 ):
     """Scan the chunks backwards for a window of heads. Grid: sequence, head, value tile.
 
-    Reads q, k, d_o; scores and inverse; gates; d_final [N, H, 2, K, V]. Writes d_states [G, heads, 2, K, V], the
+    Reads q, k, d_o; rounded and inverse; gates; d_final [N, H, 2, K, V]. Writes d_states [G, heads, 2, K, V], the
     gradients of the states after each chunk; d_v, which is also that of what the inverse is applied to; and d_state.
     """
     C: tl.constexpr = traits.C
@@ -205,7 +214,7 @@ def momentum_reverse_kernel(
         d_out = load_tile(d_o, slot, h, vs, traits.V, traits)
         d_e = load_gate(gates, chunk, 3, C)[:, None] * tl.dot(k_tile, dS_half)
         d_e += load_gate(gates, chunk, 4, C)[:, None] * tl.dot(k_tile, dN_half)
-        d_e += tl.dot(tl.trans(load_square(scores, chunk, C).to(dtype)), d_out)
+        d_e += tl.dot(tl.trans(load_square(rounded, chunk, C)), d_out)
         T_T = tl.trans(load_square(inverse, chunk, C))
         d_read = tl.dot(T_T, d_e.to(T_T.dtype))
         store_tile(d_v, d_read, slot, h, vs, traits.V, traits)

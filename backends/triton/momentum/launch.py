@@ -12,19 +12,20 @@ from torch import Tensor
 from deltazoo.backends.ops.momentum import MomentumOperands, MomentumToken
 from deltazoo.backends.triton.momentum import kernels
 from deltazoo.backends.triton.momentum.kernels import MomentumTraits
-from deltazoo.backends.triton.problem import device_spec
 from deltazoo.backends.triton.runtime.launcher import launcher
-from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, most_registers, power_of_two
 
 
 class Tiles(NamedTuple):
-    """Tiles and launch parameters. scan, reverse, gradients, step: value columns of a tile; keys: of the gradients."""
+    """Tiles and launch parameters. scan, reverse, gradients, step: value columns of a tile; keys: of the gradients.
 
-    scan: int = 32
-    scan_options: Options = Options(8, 2, most_registers(8))
-    reverse: int = 32
+    No tile of a product is narrower than 64 columns: ptxas 12.8 miscompiled some (docs/compiler-bugs.md).
+    """
+
+    scan: int = 64
+    scan_options: Options = Options(8, 1, most_registers(8))
+    reverse: int = 64
     reverse_options: Options = Options(8, 1, most_registers(8))
     gradients: int = 64
     keys: int = 64
@@ -33,55 +34,49 @@ class Tiles(NamedTuple):
 
 
 TILES = Tiles()
-_PIPELINED = 208 * 1024  # bytes of shared memory per block that the scan needs with two stages
-
-
-def choose_tiles(x: Tensor) -> Tiles:
-    """Return the tiles for the device's shared memory."""
-    fits = device_spec(device_of(x).index).shared_memory >= _PIPELINED
-    return TILES if fits else TILES._replace(scan_options=TILES.scan_options._replace(stages=1))
 
 
 def forward(x: MomentumOperands, *results: Tensor) -> None:
-    """Compute o, the new states, the inverses of I + A and the errors into `results`."""
-    o, final, inverse, error = results
-    tiles = choose_tiles(x.q)
+    """Compute o, the new states, the inverses of I + A, P and the errors into `results`."""
+    o, final, inverse, rounded, error = results
     with torch.cuda.device_of(x.q):
-        tensors = x._asdict() | {"inverse": inverse}
+        tensors = x._asdict() | {"inverse": inverse, "rounded": rounded}
         run = launcher(kernels.momentum_inverse_kernel, tensors, {"traits": _traits(x, 16)}, Options(4))
         run(x.q.shape[0] * x.q.shape[2], {})
         tensors |= {"o": o, "final": final, "error": error}
-        _scan(kernels.momentum_scan_kernel, x, tensors, tiles.scan, options=tiles.scan_options)
+        _scan(kernels.momentum_scan_kernel, x, tensors, TILES.scan, options=TILES.scan_options)
 
 
 def backward(
-    x: MomentumOperands, inverse: Tensor, error: Tensor, d_o: Tensor, d_final: Tensor, *, out: Sequence[Tensor],
-    scratch: int,
-) -> None:  # fmt: skip
-    """Compute the gradients into `out`, for windows of heads whose states take at most `scratch` bytes together."""
+    x: MomentumOperands, error: Tensor, d_o: Tensor, d_final: Tensor, *, out: Sequence[Tensor], scratch: int
+) -> None:
+    """Compute the gradients into `out`. `system` and `scores` of x are the inverses and P in 16 bits.
+
+    The states are computed again for windows of heads whose states take at most `scratch` bytes together.
+    """
     d_q, d_k, d_v, d_system, d_scores, d_gates, d_state = out
     G, (H, K), V = x.q.shape[0], x.q.shape[2:], x.v.shape[-1]
     most = scratch // max(1, 4 * G * K * V * x.q.element_size())
     size = cdiv(H, cdiv(H, min(H, max(1, most))))  # as many windows, of equal size
     states, d_states = (x.q.new_empty(G, size, 2, K, V) for _ in range(2))
-    tiles = choose_tiles(x.q)
-    key_tiles = cdiv(K, tiles.keys)
+    key_tiles = cdiv(K, TILES.keys)
     partial = x.gates.new_empty(key_tiles, *x.gates.shape)
     tensors = x._asdict() | {
-        "inverse": inverse, "error": error, "d_o": d_o, "d_final": d_final, "states": states, "d_states": d_states,
+        "inverse": x.system, "rounded": x.scores, "error": error, "d_o": d_o, "d_final": d_final,
+        "states": states, "d_states": d_states,
         "d_q": d_q, "d_k": d_k, "d_v": d_v, "d_system": d_system, "d_scores": d_scores, "d_state": d_state,
         "partial": partial,
     }  # fmt: skip
     with torch.cuda.device_of(x.q):
         for head in range(0, H, size):
             window = range(head, min(head + size, H))
-            _scan(kernels.momentum_states_kernel, x, tensors, tiles.scan, options=tiles.scan_options, window=window)
+            _scan(kernels.momentum_states_kernel, x, tensors, TILES.scan, options=TILES.scan_options, window=window)
             _scan(
-                kernels.momentum_reverse_kernel, x, tensors, tiles.reverse, options=tiles.reverse_options, window=window
+                kernels.momentum_reverse_kernel, x, tensors, TILES.reverse, options=TILES.reverse_options, window=window
             )
-            traits = _traits(x, tiles.gradients, tiles.keys)
+            traits = _traits(x, TILES.gradients, TILES.keys)
             run = launcher(
-                kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=tiles.gradients_options
+                kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=TILES.gradients_options
             )
             run(G * len(window) * key_tiles, {"G": G, "head": head, "heads": len(window)})
         traits = _traits(x, 64)

@@ -97,7 +97,7 @@ def load_last_decays(sums, slot, h, ms, traits: tl.constexpr):
 
 
 @triton.jit
-def level_factors(sums, slot, h, G, ms, level: tl.constexpr, traits: tl.constexpr):
+def level_factors(sums, slot, h, G, ms, level, traits: tl.constexpr):
     """Return the factors of later tokens and of earlier ones at a level, [C, BM] each, 0 for the other tokens."""
     i = tl.arange(0, traits.C)
     later = ((i >> level) & 1) == 1
@@ -111,7 +111,7 @@ def level_factors(sums, slot, h, G, ms, level: tl.constexpr, traits: tl.constexp
 
 
 @triton.jit
-def same_block(level: tl.constexpr, C: tl.constexpr):
+def same_block(level, C: tl.constexpr):
     """Whether two tokens are in the same block of 2^(level + 1) tokens, [C, C]."""
     i = tl.arange(0, C)
     return ((i[:, None] ^ i[None, :]) >> (level + 1)) == 0
@@ -142,6 +142,8 @@ def shared_key_scan_kernel(
     """
     C: tl.constexpr = traits.C
     HV: tl.constexpr = traits.H * traits.M
+    BK: tl.constexpr = traits.BK
+    BM: tl.constexpr = traits.BM
     tiles: tl.constexpr = (traits.K + traits.BK - 1) // traits.BK
     dtype: tl.constexpr = keys.dtype.element_ty
     n, h = tl.program_id(0) // tiles // traits.H, tl.program_id(0) // tiles % traits.H
@@ -150,7 +152,7 @@ def shared_key_scan_kernel(
     start, length = sequence_bounds(n, cu, T, traits.PACKED)
     first, chunks = first_chunk_slot(n, cu, T, C, traits.PACKED), tl.cdiv(length, C)
     at, mask = state_pointers(final if initial is None else initial, n, h, ks, ms, traits)
-    S = tl.zeros([traits.BK, traits.BM], tl.float32)
+    S = tl.zeros([BK, BM], tl.float32)
     if initial is not None:
         S = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for step in range(chunks):
@@ -193,7 +195,7 @@ def shared_key_output_kernel(q, k, v, sums, states, cu, o, scale, N, T, traits: 
         G = load_decays(sums, slot, h, ms, traits)
         i = tl.arange(0, C)
         out = tl.exp2(G) * out + tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)[:, None] * v_tile
-        for level in tl.static_range(traits.LEVELS):
+        for level in range(traits.LEVELS):  # not unrolled, which would hoist all loads
             later, earlier = level_factors(sums, slot, h, G, ms, level, traits)
             pairs = tl.where(same_block(level, C), A, 0.0).to(dtype)
             out += later * tl.dot(pairs, (earlier * v_tile).to(dtype))
@@ -244,7 +246,7 @@ def shared_key_gradients_kernel(
         kept = kept * tl.exp2(G_end) + tl.sum(v_tile * d_value, 0)
         dA = tl.zeros([C, C], tl.float32)
         dA_T = tl.zeros([C, C], tl.float32)
-        for level in tl.static_range(traits.LEVELS):
+        for level in range(traits.LEVELS):  # not unrolled, which would hoist all loads
             later, earlier = level_factors(sums, slot, h, G, ms, level, traits)
             block = same_block(level, C)
             pairs, pairs_T = tl.where(block, A, 0.0).to(dtype), tl.where(block, A_T, 0.0).to(dtype)

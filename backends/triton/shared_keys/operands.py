@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-_FEWEST, _MOST = 16, 128  # value heads per key head
+_FEWEST, _MOST = 16, 64  # value heads per key head
 
 
 class SharedKeyOperands(NamedTuple):
@@ -42,7 +42,7 @@ class SharedKeyBackwardCall(NamedTuple):
 
 
 def shares_keys(dtype: torch.dtype, decay: str, H: int, HV: int, *, V: int, read: str) -> bool:
-    """Whether the kernels compute an additive update: 16 bits, V = 1, 16 to 128 value heads per key head.
+    """Whether the kernels compute an additive update: 16 bits, V = 1, 16 to 64 value heads per key head.
 
     Args: decay: "head", per token.
     """

@@ -11,7 +11,7 @@ from einops import repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.long_conv import long_conv
-from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
+from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
@@ -24,6 +24,7 @@ from deltazoo.mixers.parts.rotary import rotation_angle
 from deltazoo.mixers.parts.ssm.discretisation import Discretisation, discretise
 
 StateInit = Literal["lin", "inv", "real"]
+_BLOCK = 64
 DIAGONAL_SSM_SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)
 
 
@@ -134,15 +135,32 @@ class DiagonalSSM(nn.Module):
         return o.squeeze(-1), {"update": new_state, "seen": write_back(seen, seen + token_counts(x, context))}
 
     def _kernel(self, log_magnitude: Tensor, frequency: Tensor, b: Tensor, T: int) -> Tensor:
-        """Return the convolution kernel sum_n Re(C_n b_n a_n^t), [T, D]."""
-        time = torch.arange(T, device=log_magnitude.device)
-        magnitude = (log_magnitude * time[:, None, None]).exp()
+        """Return the convolution kernel sum_n Re(C_n b_n a_n^t), [T, D].
+
+        With t = _BLOCK i + j it is, for each channel, the product of the matrices C b a^(_BLOCK i) [i, n] and a^j [n, j],
+        whose exponentials are those of T / _BLOCK + _BLOCK times instead of T.
+        """
+        device = log_magnitude.device
+        i, j = torch.arange((T + _BLOCK - 1) // _BLOCK, device=device) * _BLOCK, torch.arange(_BLOCK, device=device)
+
+        def power(time: Tensor) -> tuple[Tensor, Tensor]:
+            """The real and imaginary parts of a^t, [time, D, N]."""
+            magnitude = (log_magnitude * time[:, None, None]).exp()
+            angle = rotation_angle(time[None], frequency, log_magnitude.dtype)[0]
+            return magnitude * angle.cos(), magnitude * angle.sin()
+
+        (i_re, i_im), (j_re, j_im) = power(i), power(j)
         if self.imaginary is None:
-            return (magnitude * (self.C.to(b.dtype) * b[..., 0])).sum(-1)
-        (b_re, b_im), (c_re, c_im) = b.unbind(-1), self.C.to(b.dtype).unbind(-1)
-        angle = rotation_angle(time[None], frequency, log_magnitude.dtype)[0]
-        re, im = c_re * b_re - c_im * b_im, c_re * b_im + c_im * b_re
-        return (magnitude * (re * angle.cos() - im * angle.sin())).sum(-1)
+            weight = self.C.to(b.dtype) * b[..., 0]
+            left, right = weight * i_re, j_re
+        else:
+            (b_re, b_im), (c_re, c_im) = b.unbind(-1), self.C.to(b.dtype).unbind(-1)
+            re, im = c_re * b_re - c_im * b_im, c_re * b_im + c_im * b_re
+            left = torch.cat([re * i_re - im * i_im, re * i_im + im * i_re], -1)
+            right = torch.cat([j_re, -j_im], -1)
+        with without_autocast(left):
+            kernel_DIJ = left.transpose(0, 1) @ right.permute(1, 2, 0)
+        return kernel_DIJ.flatten(1)[:, :T].mT
 
     def extra_repr(self) -> str:
         return f"discretisation={self.discretisation!r}, convolution={self.convolution}"
