@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, model_validator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from deltazoo.backends.ops.grouped import group_of_row
-from deltazoo.backends.torch_ext.gather import gather_rows
+from deltazoo.backends.torch_ext.gather import copy_rows, gather_rows
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
@@ -144,9 +145,10 @@ class MoMMixer(Mixer, Routed):
     """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
 
     Shapes are static and no token is dropped. If the memories can be grouped (`can_group`: Gated DeltaNet and others
-    whose parts all have `forward_grouped`) and their backend takes packed sequences, the k T tokens of all memories are
-    one pack, in which each memory has a sequence for each sequence of x. Otherwise, and for a single token, each memory
-    runs on T tokens: its own tokens are moved to the front of the row, in order, and the rest of the row is padding.
+    whose parts all have `forward_grouped`) and their backend takes packed sequences, the k T tokens of all memories and
+    the T tokens of the shared one are one pack, in which each memory has a sequence for each sequence of x. Otherwise,
+    and for a single token, each memory runs on T tokens: its own tokens are moved to the front of the row, in order,
+    and the rest of the row is padding. With given positions, which the shared memory needs, it is not in the pack.
 
     State: {"shared": ..., "memory 0": ..., ...}, each the state of its mixer.
     """
@@ -181,15 +183,17 @@ class MoMMixer(Mixer, Routed):
             check_state({name: batch(tree) for name, tree in state.items()}, x_BTD, context)
         routes = Routes(*self.router(x_BTD, context))
         own_context = context._replace(positions=None)  # a memory counts its own tokens
-        states = [None if state is None else state[name] for name in self.names]
-        memories = list(self.memories)
+        pack, names = self._pack(x_BTD, context), self.names
         sides: list[Side | None] = []
-        if x_BTD.shape[0] > 0 and x_BTD.shape[1] > 1 and can_group(memories) and memories[0].update.takes_packs(x_BTD):
-            y_BTD, states = _run_grouped(memories, x_BTD, routes, states, own_context)
+        if pack is not None and len(pack) > len(names):
+            names = (*names, "shared")
+        states = [None if state is None else state[name] for name in names]
+        if pack is None:
+            y_BTD, states, sides = _run_one_by_one(list(self.memories), x_BTD, routes, states, own_context)
         else:
-            y_BTD, states, sides = _run_one_by_one(memories, x_BTD, routes, states, own_context)
-        new = dict(zip(self.names, states, strict=True))
-        if self.shared is not None:
+            y_BTD, states = _run_grouped(pack, x_BTD, routes, states, own_context)
+        new = dict(zip(names, states, strict=True))
+        if self.shared is not None and "shared" not in new:
             shared_state = None if state is None else state["shared"]
             o_BTD, new["shared"], side = MixerOutput(*self.shared(x_BTD, shared_state, context))
             y_BTD = y_BTD + o_BTD
@@ -197,15 +201,29 @@ class MoMMixer(Mixer, Routed):
         y_BTD, side = undo_left_align(y_BTD, order), join_sides([routes.side, *sides])
         return MixerOutput(y_BTD, None if state is None else new, side)
 
+    def _pack(self, x_BTD: Tensor, context: Context) -> Sequence[DeltaMixer] | None:
+        """Return the mixers of one pack: the memories and, without given positions, the shared one. None: no pack."""
+        memories = list(self.memories)
+        if x_BTD.shape[0] == 0 or x_BTD.shape[1] <= 1 or not can_group(memories):
+            return None
+        if not memories[0].update.takes_packs(x_BTD):
+            return None
+        every_mixer = memories if self.shared is None else [*memories, self.shared]
+        return every_mixer if context.positions is None and can_group(every_mixer) else memories
+
 
 def _run_grouped(
     memories: Sequence[DeltaMixer], x_BTD: Tensor, routes: Routes, states: list[State], context: Context
 ) -> tuple[Tensor, list[State]]:
     """Return the weighted sum of the memories' outputs and their new states, from one pack of all chosen tokens.
 
-    The pack has M N sequences, ordered by memory, and a last one for padded tokens, which is discarded.
+    The pack has M N sequences, ordered by memory, and a last one for padded tokens, which is discarded. Every token
+    goes to memories that the router has no weight for, with weight 1.
     """
-    B, T, k = routes.order.shape
+    order_BTK, weight_BTK = routes.order, routes.weight.gather(-1, routes.order)
+    for m in range(routes.weight.shape[-1], len(memories)):
+        order_BTK, weight_BTK = F.pad(order_BTK, (0, 1), value=m), F.pad(weight_BTK, (0, 1), value=1.0)
+    B, T, k = order_BTK.shape
     M, A = len(memories), B * T * k
     if context.cu_seqlens is None:
         N, real_BT = B, context.mask
@@ -214,7 +232,7 @@ def _run_grouped(
         N = context.cu_seqlens.shape[0] - 1
         sequence_BT = sequence_index(context.cu_seqlens, T)[None]
         real_BT = sequence_BT < N
-    index_BTK = routes.order * N + sequence_BT[..., None]
+    index_BTK = order_BTK * N + sequence_BT[..., None]
     if real_BT is not None:
         index_BTK = torch.where(real_BT[..., None], index_BTK, M * N)
     count = M * N + (real_BT is not None)
@@ -230,13 +248,12 @@ def _run_grouped(
             for name, x in states[0].items()
         }
     inverse_A = order_A.argsort()
-    x_1AD = gather_rows(x_BTD.flatten(0, 1).repeat_interleave(k, 0), order_A, inverse_A)[None]
+    x_1AD = copy_rows(x_BTD.flatten(0, 1), order_A, inverse_A, k)[None]
     y_1AD, new_state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
     y_BTKD = gather_rows(y_1AD[0], inverse_A, order_A).view(B, T, k, y_1AD.shape[2])
     if real_BT is not None:
         y_BTKD = torch.where(real_BT[..., None, None], y_BTKD, 0.0)
-    weight_BTK1 = routes.weight.gather(-1, routes.order)[..., None]
-    y_BTD = (weight_BTK1 * y_BTKD).to(y_1AD.dtype).sum(2)
+    y_BTD = (weight_BTK[..., None] * y_BTKD).sum(2).to(y_1AD.dtype)
     if new_state is None:
         return y_BTD, states
     new = [NamedTensors({name: x[m * N : (m + 1) * N] for name, x in new_state.items()}) for m in range(M)]

@@ -22,6 +22,32 @@ def gather_rows(x: Tensor, index: Tensor, inverse: Tensor, has_gaps: bool = Fals
     return _Gather.apply(x, index, inverse, has_gaps)
 
 
+def copy_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+    """Return x[order // copies]: every row `copies` times, in this order. The gradient of x sums over the copies.
+
+    Args: x: [R, ..]; order: a permutation of the copies, of which those of row r are from r * copies on, [R * copies];
+        inverse: its inverse.
+    """
+    return _Copy.apply(x, order, inverse, copies)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        return x.index_select(0, order // copies)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+        ctx.copies = inputs[3]
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return torch.unflatten(grad.index_select(0, inverse), 0, (-1, ctx.copies)).sum(1), None, None, None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor, inverse: Tensor, has_gaps: bool) -> Tensor:

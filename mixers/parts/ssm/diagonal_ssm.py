@@ -137,7 +137,7 @@ class DiagonalSSM(nn.Module):
     def _kernel(self, log_magnitude: Tensor, frequency: Tensor, b: Tensor, T: int) -> Tensor:
         """Return the convolution kernel sum_n Re(C_n b_n a_n^t), [T, D].
 
-        With t = _BLOCK i + j it is, for each channel, the product of the matrices C b a^(_BLOCK i) [i, n] and a^j [n, j],
+        With t = _BLOCK i + j it is for each channel the product of matrices C b a^(_BLOCK i) [i, n] and a^j [n, j],
         whose exponentials are those of T / _BLOCK + _BLOCK times instead of T.
         """
         device = log_magnitude.device
