@@ -3,7 +3,7 @@
 B batch, T time, C channels, W taps, N sequences (the B rows, or the packed sequences)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from deltazoo.backends.io.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, cut
 from deltazoo.backends.ops.grouped import expand_rows, group_of_row
 from deltazoo.backends.ops.grouped_conv import grouped_conv
+from deltazoo.backends.ops.wide_conv import wide_conv
 from deltazoo.backends.torch_ext.modes import values_are_readable
 from deltazoo.backends.update.varlen import is_in_sequence, packing_problems, sequence_count, sequence_index
 
@@ -86,18 +87,37 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
             y_BTC = y_BTC + expand_rows(bias, group_of_row(ends, x_BTC.shape[1]), ends).to(compute_dtype)
         return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
     if weight.shape[1] > FEW_TAPS:
-        y_BTC = _wide(x_BTC, weight.T.to(compute_dtype), history, cu_seqlens)
-        if bias is not None:
-            y_BTC = y_BTC + bias.to(compute_dtype)
-        if cu_seqlens is not None:
-            y_BTC = torch.where(is_in_sequence(cu_seqlens, x_BTC.shape[1])[:, None], y_BTC, 0)
-        return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
+        return wide_short_conv(inputs, parts, wide_conv)
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
     if bias is not None and cu_seqlens is not None:
         y_BTC = torch.where(is_in_sequence(cu_seqlens, x_BTC.shape[1])[:, None], y_BTC, 0)
     for i, tap in enumerate(taps):
         y_BTC = y_BTC + tap.to(compute_dtype) * weight[:, i].to(compute_dtype)
+    return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
+
+
+def wide_short_conv(
+    inputs: ConvInputs, parts: Sequence[ConvPart], convolve: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    """Compute `short_conv` by a function of x and the weights by lag, [W, C], without groups of weights.
+
+    A pack and a history are convolved with the tokens before each sequence.
+    """
+    x_BTC, weight, bias, history, cu_seqlens, _ = inputs
+    compute_dtype = torch.promote_types(x_BTC.dtype, torch.float32)
+    weight_WC, past = weight.T.flip(0).to(compute_dtype), weight.shape[1] - 1
+    if cu_seqlens is not None:
+        padded, rows_T = _pack_with_history(x_BTC, history, past, cu_seqlens)
+        y_BTC = convolve(padded, weight_WC)[:, rows_T]
+    elif history is not None:
+        y_BTC = convolve(torch.cat([history.to(x_BTC.dtype), x_BTC], 1), weight_WC)[:, past:]
+    else:
+        y_BTC = convolve(x_BTC, weight_WC)
+    if bias is not None:
+        y_BTC = y_BTC + bias.to(compute_dtype)
+    if cu_seqlens is not None:
+        y_BTC = torch.where(is_in_sequence(cu_seqlens, x_BTC.shape[1])[:, None], y_BTC, 0)
     return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
 
 
@@ -160,20 +180,6 @@ def shifted_taps(x_BTC: Tensor, history: Tensor | None, past: int, cu_seqlens: T
         padded = torch.cat([history.to(x_BTC.dtype), x_BTC], 1)
         return [padded[:, i : i + T] for i in range(past + 1)]
     return [_shifted(x_BTC, past - i) for i in range(past + 1)]
-
-
-def _wide(x_BTC: Tensor, weight_WC: Tensor, history: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Convolve with many taps. A pack and a history are convolved with the tokens before each sequence."""
-    from deltazoo.backends.ops.wide_conv import wide_conv  # imports the triton backend, which imports this file
-
-    past = len(weight_WC) - 1
-    weight_WC = weight_WC.flip(0)  # by lag
-    if cu_seqlens is not None:
-        padded, rows_T = _pack_with_history(x_BTC, history, past, cu_seqlens)
-        return wide_conv(padded, weight_WC)[:, rows_T]
-    if history is None:
-        return wide_conv(x_BTC, weight_WC)
-    return wide_conv(torch.cat([history.to(x_BTC.dtype), x_BTC], 1), weight_WC)[:, past:]
 
 
 def _silu(y: Tensor, part: ConvPart) -> Tensor:

@@ -10,12 +10,13 @@ from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.io.errors import OperandError
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart
+from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, wide_short_conv
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.carried_op import carried_scan
 from deltazoo.backends.triton.chunk.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.conv import op as conv
+from deltazoo.backends.triton.conv.wide_op import wide_conv
 from deltazoo.backends.triton.decode import fused
 from deltazoo.backends.triton.decode.op import begin_step, commit_, decode_operands, step_, verify
 from deltazoo.backends.triton.element.op import element_step_, element_update
@@ -46,8 +47,9 @@ class TritonBackend(Backend):
     On Hopper GPUs 16-bit operands use kernels in Gluon, which Triton's interpreter does not run; `plan` says which
     kernels run. A decode step of a mixer with its convolution, norms and gates is one kernel
     (`backends/ops/decode_step.py`), two if value heads share the key heads of a convolution. The short convolution has
-    kernels for up to 8 taps and heads of 1024 channels; for a single token plain torch computes it, which Inductor
-    fuses with neighbouring operations.
+    kernels for heads of up to 1024 channels, and for more than 8 taps kernels without the activation and norm, and none
+    with weights per group; for a single token plain torch computes it, which Inductor fuses with neighbouring
+    operations.
 
     Args:
         config: a launch config for every update; None: that of the table, else of the heuristic.
@@ -167,7 +169,6 @@ class TritonBackend(Backend):
         reasons = self._tensors_unsupported(meta.device, meta.dtype, self._interpreted, self._installed)
         if not reasons and not self._interpreted:
             reasons += current_limits(False)[0]
-        reasons += conv.too_many_taps(meta.taps)
         too_wide = [part.unit for part in meta.parts if part.unit > conv.WIDEST_UNIT]
         if too_wide:
             reasons.append(f"heads with a norm must have at most {conv.WIDEST_UNIT} channels, got {too_wide[0]}.")
@@ -177,7 +178,11 @@ class TritonBackend(Backend):
 
     def short_conv(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...]:
         refuse_forward_mode(self.name, inputs)
-        return conv.short_conv(inputs, parts)
+        if inputs.weight.shape[-1] <= conv.MAX_TAPS:
+            return conv.short_conv(inputs, parts)
+        if inputs.ends is not None:
+            return super().short_conv(inputs, parts)
+        return wide_short_conv(inputs, parts, wide_conv)
 
     @staticmethod
     def _tensors_unsupported(device: str, dtype: torch.dtype, interpreted: bool, installed: bool) -> list[str]:

@@ -367,7 +367,7 @@ def test_unsupported_convolutions_are_refused_with_reasons() -> None:
         return TritonBackend().short_conv_unsupported(ConvMeta(device, dtype, taps, (ConvPart(2 * unit, True, unit),)))
 
     assert reasons() == [] if CAN_RUN_KERNELS else reasons() == ["it needs tensors on 'cuda', got 'cpu'."]
-    assert "a short convolution must have at most 8 taps, got 9." in reasons(taps=9)
+    assert reasons(taps=64) == reasons()
     assert "heads with a norm must have at most 1024 channels, got 1025." in reasons(unit=1025)
     assert any("got float64" in reason for reason in reasons(torch.float64))
     assert any("got 'mps'" in reason for reason in reasons(device="mps"))

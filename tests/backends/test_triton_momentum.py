@@ -9,7 +9,8 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import momentum as module
-from deltazoo.backends.ops.momentum import MomentumToken, momentum_step_
+from deltazoo.backends.ops.momentum import momentum_step_
+from deltazoo.backends.ops.momentum_chunks import MomentumToken
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule
 

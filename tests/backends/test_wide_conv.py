@@ -5,10 +5,9 @@ import torch
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
-from deltazoo.backends.ops import wide_conv as module
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, short_conv
 from deltazoo.backends.ops.wide_conv import wide_conv
-from deltazoo.backends.triton.conv import wide
+from deltazoo.backends.triton.conv import wide, wide_op
 
 
 def direct(x, weight):
@@ -58,14 +57,13 @@ def test_a_wide_short_convolution_equals_one_of_each_sequence(history):
 )
 def test_kernels_equal_plain_torch(shape, W, dtype, monkeypatch):
     if INTERPRETED:
-        monkeypatch.setattr(module, "_has_kernel", lambda x: x.dtype != torch.float64)
         monkeypatch.setattr(wide, "TIME", 16)
         monkeypatch.setattr(wide, "SUM_TIME", 16)
     torch.manual_seed(0)
     x, dy = (torch.randn(*shape, device=DEVICE) for _ in range(2))
     x, weight = x.to(dtype), torch.randn(W, shape[2], device=DEVICE)
     with watch() as log:
-        actual = results(wide_conv, x, weight, dy)
+        actual = results(wide_op.wide_conv, x, weight, dy)
     assert log.kernels == {"wide_conv_kernel": 2, "wide_correlation_kernel": 1}
     expected = results(direct, x.double(), weight.double(), dy.double())
     for a, b, limit in zip(actual, expected, (1e-6, 4e-3 if dtype == torch.bfloat16 else 1e-6, 1e-6), strict=True):

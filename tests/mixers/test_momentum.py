@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltazoo.backends.ops.momentum import CHUNK
+from deltazoo.backends.ops.momentum_chunks import CHUNK
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule

@@ -1,4 +1,4 @@
-"""Kernels of the delta rule with momentum. `backends/ops/momentum.py` has the equations.
+"""Kernels of the delta rule with momentum. `backends/ops/momentum_chunks.py` has the equations.
 
 Tokens lie in slots of C tokens, so that no kernel masks time. A program of a scan holds a tile of the values of both
 states in registers, and processes the slots of one sequence.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.ops.momentum import MomentumOperands, MomentumToken
+from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumToken
 from deltazoo.backends.triton.momentum import kernels
 from deltazoo.backends.triton.momentum.kernels import MomentumTraits
 from deltazoo.backends.triton.runtime.launcher import launcher

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.backends.ops.momentum import CHUNK, Gates, MomentumOperands, MomentumToken, momentum_scan, momentum_step_
+from deltazoo.backends.ops.momentum import momentum_scan, momentum_step_
+from deltazoo.backends.ops.momentum_chunks import CHUNK, Gates, MomentumOperands, MomentumToken
 from deltazoo.backends.torch_ext.gather import gather_rows
 from deltazoo.backends.update.base import state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index

@@ -1,0 +1,71 @@
+"""Operators of the convolution with many taps, by Triton kernels. `backends/ops/wide_conv.py` has the equation.
+
+Triton is imported when a kernel first runs. B batch, T time, C channels, W taps
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.ops.wide_conv import backward_fake, forward_fake
+from deltazoo.backends.torch_ext.autograd import differentiable_once
+from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.triton.operands import all_ready
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
+
+
+def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
+    """As `deltazoo.backends.ops.wide_conv.wide_conv`, not in float64."""
+    y: Tensor = _WideConv.apply(x, weight)
+    return y
+
+
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
+    from deltazoo.backends.triton.conv.wide import convolve
+
+    x, weight = all_ready((x, weight))
+    y = forward_fake(x, weight)
+    convolve(x, weight, y, reverse=False)
+    return y
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    from deltazoo.backends.triton.conv.wide import convolve, correlate
+
+    dy, x, weight = all_ready((dy, x, weight))
+    dx, d_weight = backward_fake(dy, x, weight)
+    convolve(dy, weight, dx, reverse=True)
+    correlate(dy, x, d_weight)
+    return dx, d_weight
+
+
+_forward_op = operator(
+    "triton_wide_conv(Tensor x, Tensor weight) -> Tensor", _forward, compiled_ahead(_forward, forward_fake)
+)
+_backward_op = operator(
+    "triton_wide_conv_backward(Tensor dy, Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    _backward,
+    compiled_ahead(_backward, backward_fake),
+)
+
+
+@cache_forward_signature
+class _WideConv(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = _forward_op(x, weight)
+        return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gradients: tuple[Tensor, Tensor] = _backward_op(dy, *ctx.saved_tensors)
+        return gradients
+
+
+differentiate_exported("triton_wide_conv", _WideConv.apply)
