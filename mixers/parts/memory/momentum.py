@@ -6,7 +6,6 @@ B rows, T time, C tokens of a chunk, G chunk slots, N sequences, H heads, K key 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -53,42 +52,49 @@ def momentum_delta_rule(
         q, k, log_alpha, log_mu, beta, eta, v = (x[:, 0] for x in inputs)
         o = momentum_step_(MomentumToken(q, k, v, log_alpha.exp(), log_mu.exp(), beta, eta, *state))
         return o[:, None], state
-    slots, starts, position = _slots(inputs, context)
+    slots, starts, places = _slots(inputs, context.cu_seqlens)
     joined = None if state is None else torch.stack(state, 2)
     with without_autocast(inputs.q):
         operands = _chunk_operands(slots)
-    rows = inputs.q.shape[0]
-    o_GCHV, new = momentum_scan(MomentumOperands(slots.q, slots.k, slots.v, *operands, joined, starts), rows)
-    if position is None:
-        o = o_GCHV.reshape(rows, -(-T // CHUNK) * CHUNK, *inputs.v.shape[2:])[:, :T]
-    else:
-        o = F.pad(o_GCHV.flatten(0, 1), (0, 0, 0, 0, 0, 1))[position][None]
-    return o, list(new.unbind(2))
+    x = MomentumOperands(slots.q, slots.k, slots.v, *operands, joined, starts)
+    o_GCHV, new = momentum_scan(x, rows=inputs.q.shape[0])
+    o = o_GCHV.flatten(0, 1)
+    if places is not None:
+        o = gather_rows(o, places.slot, places.token, True)
+    return o.reshape(inputs.v.shape), list(new.unbind(2))
 
 
-def _slots(inputs: MomentumInputs, context: Context) -> tuple[MomentumInputs, Tensor, Tensor | None]:
+class _Places(NamedTuple):
+    """The place of each token in the slots, [B T], or G C; the token of each place, [G C], or B T. The last: none."""
+
+    slot: Tensor
+    token: Tensor
+
+
+def _slots(inputs: MomentumInputs, cu_seqlens: Tensor | None) -> tuple[MomentumInputs, Tensor, _Places | None]:
     """Divide sequences into slots of C tokens, padded with 0, which no state sees: [B, T, ...] -> [G, C, ...].
 
-    Returns: the operands; the first slot of each sequence, and G; the place of each token of a pack, G C for those of
-        no sequence.
+    Returns: the operands; the first slot of each sequence, and G; the places of the tokens, None if they are in order.
     """
-    (B, T), cu_seqlens = inputs.q.shape[:2], context.cu_seqlens
+    (B, T), device = inputs.q.shape[:2], inputs.q.device
+    time = torch.arange(T, device=device)
     if cu_seqlens is None:
         count = (T + CHUNK - 1) // CHUNK
-        starts = torch.arange(B + 1, device=inputs.q.device, dtype=torch.int32) * count
-        padded = [F.pad(x, (0, 0) * (x.dim() - 2) + (0, -T % CHUNK)) for x in inputs]
-        return MomentumInputs(*(x.reshape(B * count, CHUNK, *x.shape[2:]) for x in padded)), starts, None
-    N = cu_seqlens.shape[0] - 1
-    G = T // CHUNK + N
-    number = torch.arange(N + 1, device=cu_seqlens.device)
-    bounds = cu_seqlens.long()
-    first = torch.where(number < N, bounds // CHUNK + number, G)
-    sequence, time = sequence_index(cu_seqlens, T), torch.arange(T, device=bounds.device)
-    offset = time - bounds[sequence]
-    position = torch.where(sequence < N, first[sequence] * CHUNK + offset, G * CHUNK)
-    token = position.new_full((G * CHUNK + 1,), T).scatter(0, position, time)[:-1]
-    rows = (gather_rows(x[0], token, position, True) for x in inputs)
-    return MomentumInputs(*(torch.unflatten(x, 0, (G, CHUNK)) for x in rows)), first.to(torch.int32), position
+        G, starts = B * count, torch.arange(B + 1, device=device, dtype=torch.int32) * count
+        if T % CHUNK == 0:
+            return MomentumInputs(*(x.reshape(G, CHUNK, *x.shape[2:]) for x in inputs)), starts, None
+        slot = (torch.arange(B, device=device)[:, None] * count * CHUNK + time).flatten()
+    else:
+        N = cu_seqlens.shape[0] - 1
+        G, number, bounds = T // CHUNK + N, torch.arange(N + 1, device=device), cu_seqlens.long()
+        starts = torch.where(number < N, bounds // CHUNK + number, G)
+        sequence = sequence_index(cu_seqlens, T)
+        slot = torch.where(sequence < N, starts[sequence] * CHUNK + time - bounds[sequence], G * CHUNK)
+        starts = starts.to(torch.int32)
+    # Indirect: the addresses of padded and divided rows of symbolic length take Inductor minutes to simplify.
+    token = slot.new_full((G * CHUNK + 1,), B * T).scatter(0, slot, torch.arange(B * T, device=device))[:-1]
+    rows = (gather_rows(x.flatten(0, 1), token, slot, True) for x in inputs)
+    return MomentumInputs(*(torch.unflatten(x, 0, (G, CHUNK)) for x in rows)), starts, _Places(slot, token)
 
 
 def _chunk_operands(x: MomentumInputs) -> tuple[Tensor, Tensor, Tensor]:
