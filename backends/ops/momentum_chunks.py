@@ -82,7 +82,7 @@ def forward(x: MomentumOperands, rows: int) -> tuple[Tensor, ...]:
         at = scan.slots(m)
         S_N = torch.where(scan.is_first(m), state[scan.sequence_RM[:, m]], S_N)
         (kS, kN), (qS, qN) = ((y[at, :, None] @ S_N).unbind(2) for y in (k, q))
-        g = gates._make(y[at] for y in gates)
+        g = Gates(*(y[at] for y in gates))
         error[at] = inverse[at] @ (v[at] - g.kept * kS - g.early * kN)
         o[at] = g.kept * qS + g.carried * qN + scores[at] @ error[at]
         S_N = _next(S_N, k[at], g, error[at])
@@ -121,13 +121,13 @@ def _backward_of_heads(
         at = scan.slots(m)
         S_N = torch.where(scan.is_first(m), state[scan.sequence_RM[:, m]], S_N)
         states.append(S_N)
-        S_N = _next(S_N, k[at], gates._make(y[at] for y in gates), error[at])
+        S_N = _next(S_N, k[at], Gates(*(y[at] for y in gates)), error[at])
     d_q, d_k, d_v, d_system, d_scores = (torch.zeros_like(y) for y in (q, k, v, scores, scores))
     d_gates, d_state = torch.zeros_like(x.gates), d_final.clone()
     dS_dN = torch.zeros_like(S_N)
     for m in reversed(range(scan.M)):
         at, sequence = scan.slots(m), scan.sequence_RM[:, m]
-        g = gates._make(y[at] for y in gates)
+        g = Gates(*(y[at] for y in gates))
         dS_dN = torch.where(scan.is_last(m), d_final[sequence], dS_dN)
         (S, N), (dS, dN) = states[m].unbind(2), dS_dN.unbind(2)
         k_dS, k_dN = k[at] @ dS, k[at] @ dN

@@ -33,7 +33,8 @@ def backward(call: SharedKeyBackwardCall, gradients: list[Tensor]) -> None:
     """Compute the gradients of q, k, v, log_decay and the initial state."""
     x, d_states = call.x, torch.empty_like(call.states)
     named = dict(zip(("d_q", "d_k", "d_v", "d_log_decay", "final"), gradients, strict=True))
-    tensors = x._asdict() | named | {"cu": x.cu_seqlens, "sums": call.sums, "d_o": call.d_o, "initial": call.d_final}
+    others = {"cu": x.cu_seqlens, "sums": call.sums, "d_o": call.d_o, "initial": call.d_final}
+    tensors = x._asdict() | named | others
     with torch.cuda.device_of(x.q):
         _scan(x, x.q, call.d_o, tensors | {"states": d_states}, scale=call.scale, reverse=True)
         tensors |= {"states": call.states, "d_states": d_states}
@@ -44,7 +45,7 @@ def _scan(
     x: SharedKeyOperands, keys: Tensor, values: Tensor, tensors: dict[str, Tensor | None], *, scale: float,
     reverse: bool,
 ) -> None:  # fmt: skip
-    tensors = {"keys": keys, "values": values} | tensors
+    tensors = tensors | {"keys": keys, "values": values}
     traits = _traits(x)
     run = launcher(kernels.shared_key_scan_kernel, tensors, {"REVERSE": reverse, "traits": traits}, SCAN)
     N = x.q.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
