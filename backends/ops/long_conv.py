@@ -1,8 +1,8 @@
 """Causal convolution with a kernel as long as the sequence, by FFT.
 
 The operator picks the length of the transforms from the actual sizes, so that a graph with a dynamic T has no condition
-on it, and transforms windows of channels one after the other, whose spectra fit the L2 cache of a GPU: beside operands
-and results the memory is constant. The gradients need the operands alone.
+on it, and transforms windows of channels one after the other: beside operands and results the memory is constant. The
+gradients need the operands alone.
 
 B batch, T time, D channels, S taps
 """
@@ -17,7 +17,7 @@ from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 
-SCRATCH = 32 * 2**20  # bytes of the padded operand of a window of channels
+SCRATCH = 64 * 2**20  # bytes of the padded operand of a window of channels
 _FACTORS = (1, 3, 5, 9, 15)  # times a power of two: lengths for which cuFFT and MKL are fast
 
 

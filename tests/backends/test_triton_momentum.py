@@ -5,12 +5,15 @@ G chunk slots, C tokens of a chunk, N sequences, H heads, K key width, V value w
 
 import pytest
 import torch
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
+from compiling import Compiler
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import momentum as module
 from deltazoo.backends.ops.momentum import momentum_step_
-from deltazoo.backends.ops.momentum_chunks import MomentumToken
+from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumToken
+from deltazoo.backends.triton.momentum import launch
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule
 
@@ -91,3 +94,22 @@ def test_a_decode_step_is_one_launch_and_equals_the_chunks():
     assert log.kernels == {"momentum_step_kernel": 1}
     for value, reference in zip([o[:, None], S, N], [expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler, not its interpreter")
+def test_compiled_kernels_without_an_initial_state_have_no_known_fault(monkeypatch):
+    G, C, K, V, N = 4, 64, 64, 64, 2
+    q, v = (torch.empty(G, C, H, width, dtype=torch.bfloat16) for width in (K, V))
+    square, gates, state = torch.empty(G, H, C, C), torch.empty(G, H, 6, C), torch.empty(N, H, 2, K, V)
+    half = square.bfloat16()
+    x = MomentumOperands(q, q, v, square, square, gates, None, torch.tensor([0, 2, 4], dtype=torch.int32))
+    compiler = Compiler(all=True)
+    monkeypatch.setattr(launch, "launcher", compiler)
+    launch.forward(x, v, state, half, half, v)
+    x = x._replace(system=half, scores=half)
+    launch.backward(x, v, v, state, out=[q, q, v, square, square, gates, state], scratch=2**20)
+    assert {name for name, _ in compiler.compiled} == set(KERNELS)
+    for _, compiled in compiler.compiled:
+        text = disassemble(compiled.asm["cubin"])
+        assert not wrong_descriptor_addresses(text) + missing_waits(text) + overwritten_operands(text)

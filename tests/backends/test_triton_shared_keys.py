@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
+from compiling import Compiler
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import UpdateInputs, UpdateSpec, update, watch
+from deltazoo.backends.triton.shared_keys import launch
+from deltazoo.backends.triton.shared_keys.operands import SharedKeyBackwardCall, SharedKeyOperands
 
 SPEC = UpdateSpec(decay="head", transition="additive", scale=0.5)
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter has no products in bfloat16
@@ -56,3 +60,21 @@ def test_outputs_and_gradients(bounds, H, M, K, decays):
     for name, value, reference in zip(names, actual, expected, strict=True):
         limit = {"o": 5e-3, "state": 5e-3, "d_log_decay": 2e-2}.get(name, 1e-2)
         assert float((value.double() - reference).norm() / reference.norm()) < limit, name
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler, not its interpreter")
+def test_compiled_kernels_without_an_initial_state_have_no_known_fault(monkeypatch):
+    B, T, H, M, K = 2, 128, 2, 64, 128
+    q, v = (torch.empty(B, T, H * n, width, dtype=torch.bfloat16) for n, width in ((1, K), (M, 1)))
+    x = SharedKeyOperands(q, q, v, torch.empty(B, T, H * M), None, None)
+    sums, states = torch.empty(4, 64, H * M), torch.empty(4, H, K, M, dtype=torch.bfloat16)
+    final = torch.empty(B, H * M, K, 1)
+    compiler = Compiler(all=True)
+    monkeypatch.setattr(launch, "launcher", compiler)
+    launch.forward(x, 1.0, o=v, final=final, sums=sums, states=states)
+    launch.backward(SharedKeyBackwardCall(x, sums, states, v, final, 1.0), [q, q, v, x.log_decay, final])
+    assert len(compiler.compiled) == 5
+    for _, compiled in compiler.compiled:
+        text = disassemble(compiled.asm["cubin"])
+        assert not wrong_descriptor_addresses(text) + missing_waits(text) + overwritten_operands(text)
