@@ -8,10 +8,12 @@ An operator with a loop over the taps in plain torch. B batch, T time, C channel
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.torch_ext.modes import functorch_is_active
 
 
 def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
@@ -20,7 +22,18 @@ def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     Args: x: [B, T, C]; weight: [W, C] by lag, float32 (float64 for float64 x).
     Returns: y [B, T, C] in the dtype of the weight, in which it is computed.
     """
+    if not torch.compiler.is_compiling() and functorch_is_active():
+        return shifted_sum(x, weight)
     y: Tensor = _WideConv.apply(x, weight)
+    return y
+
+
+def shifted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in operations of torch that every transform supports."""
+    T = x.shape[1]
+    y = x.new_zeros((), dtype=weight.dtype)
+    for lag, weight_C in enumerate(weight[: max(1, T)]):
+        y = y + F.pad(x, (0, 0, lag, 0))[:, :T] * weight_C
     return y
 
 

@@ -30,6 +30,12 @@ def test_plain_torch_equals_the_sum_over_taps(T):
         torch.testing.assert_close(a, b)
 
 
+def test_vmap_equals_a_batch():
+    x, weight = torch.randn(4, 30, 3, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
+    actual = torch.func.vmap(lambda row: wide_conv(row[None], weight)[0])(x)
+    torch.testing.assert_close(actual, wide_conv(x, weight))
+
+
 @pytest.mark.parametrize("history", [False, True])
 def test_a_wide_short_convolution_equals_one_of_each_sequence(history):
     torch.manual_seed(0)
