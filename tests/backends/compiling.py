@@ -98,22 +98,27 @@ def compile_kernel(
     names = kernel.arg_names
     tensors = {name: tensors[name] for name in names if name in tensors}
     traits = {name: traits[name] for name in names if name in traits and name not in tensors}
-    signature = {name: "fp32" if name in FLOATS else "i32" for name in names}
+    signature: dict[str, Any] = {name: "fp32" if name in FLOATS else "i32" for name in names}
     signature |= {name: _type(x) for name, x in tensors.items()}
     signature |= dict.fromkeys(traits, "constexpr")
-    values = dict(traits) | {name: None for name, x in tensors.items() if x is None}
-    aligned = {
-        (names.index(name),): [["tt.divisibility", 16]] for name, x in tensors.items() if isinstance(x, torch.Tensor)
-    }
+    at: dict[tuple[int, ...], Any] = {}  # the tensors by their place: a parameter, or a field of one
+    for name, x in tensors.items():
+        n = names.index(name)
+        at |= {(n, field): y for field, y in enumerate(x)} if isinstance(x, tuple) else {(n,): x}
+    values = {(names.index(name),): value for name, value in traits.items()}
+    values |= {place: None for place, x in at.items() if x is None}
+    aligned = {place: [["tt.divisibility", 16]] for place, x in at.items() if isinstance(x, torch.Tensor)}
     source_type = GluonASTSource if getattr(kernel, "is_gluon", bool)() else ASTSource
-    source = source_type(kernel, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
+    source = source_type(kernel, signature, values, aligned)
     limits = {"num_warps": options[0], "num_stages": options[1]} | ({"maxnreg": options[2]} if options[2] else {})
     return compile(source, target=GPUTarget("cuda", architecture, 32), options=limits)
 
 
-def _type(x: Any) -> str:
+def _type(x: Any) -> Any:
     if x is None:
         return "constexpr"
+    if isinstance(x, tuple):
+        return type(x)(*map(_type, x))
     if isinstance(x, torch.Tensor):
         return f"*{NAMES[x.dtype]}"
     return f"tensordesc<{NAMES[x.base.dtype]}[{','.join(map(str, x.block_shape))}]>"

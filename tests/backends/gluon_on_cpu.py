@@ -618,11 +618,8 @@ def launcher(fallback):
         def run_grid(programs, numbers):
             LAUNCHED.append(kernel.__name__)
             read = {name: tensors[name] for name in names if name in tensors}
-            with _memory(read.values()):
-                arguments = {
-                    name: None if x is None else Array(x.data_ptr(), Pointer(BY_TORCH[x.dtype]))
-                    for name, x in read.items()
-                }
+            with _memory(_flat(read.values())):
+                arguments = {name: _pointer(x) for name, x in read.items()}
                 arguments |= {name: Array(torch.tensor(numbers[name])) for name in names if name in numbers}
                 arguments |= {name: _gluon_value(traits[name]) for name in names if name in traits}
                 for pid in range(programs):
@@ -632,6 +629,18 @@ def launcher(fallback):
         return run_grid
 
     return launch
+
+
+def _flat(tensors):
+    """Yield tensors, and those in NamedTuples."""
+    for x in tensors:
+        yield from x if isinstance(x, tuple) else (x,)
+
+
+def _pointer(x):
+    if isinstance(x, tuple):
+        return type(x)(*map(_pointer, x))
+    return None if x is None else Array(x.data_ptr(), Pointer(BY_TORCH[x.dtype]))
 
 
 @contextlib.contextmanager

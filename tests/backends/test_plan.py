@@ -270,12 +270,15 @@ def test_plan_refuses_a_config_whose_kernel_does_not_support_the_problem():
 
 
 NEW_SCAN = """
+from deltazoo.backends.triton.chunk.kernels.signature import takes
+
+
 class Scan:
-    arg_names = ("q", "k", "v", "gates", "o", "final", "checkpoints", "cu", "scale", "T", "H", "HV", "K", "BV")
+    arg_names = ("gmem", "scale", "T", "traits")
     __name__, fn = "sm999_scan_kernel", object()
 
 
-sm999_scan_kernel = Scan()
+sm999_scan_kernel = takes("q k v gates o final checkpoints cu", "H HV K BV")(Scan())
 """
 
 
@@ -311,8 +314,10 @@ def test_a_kernel_of_a_new_architecture_is_a_file_and_an_entry(monkeypatch, tmp_
     bind(GATED, backend)(x)
     programs, arguments = launched[1]
     assert programs == 2 * 4 * 2
-    assert arguments[:3] == (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr())
-    assert arguments[-6:] == (GATED.scale_of(64), 100, 2, 4, 64, 32)
+    pointers, *numbers, traits = arguments
+    assert pointers[:3] == (x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr())
+    assert numbers == [GATED.scale_of(64), 100]
+    assert traits._asdict() == {"H": 2, "HV": 4, "K": 64, "BV": 32}
     for device in (H200, A100):
         assert "sm999" not in str(explain(GATED, meta(), "triton", shape=(8, 4096), device=device))
 

@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,16 +45,26 @@ class InterpretedHandle(Handle):
     """Runs the kernel in Triton's interpreter on the memory that its pointers name."""
 
     def launch(self, programs, arguments):
+        function = self.key[0]
+        kernel = getattr(sys.modules[function.__module__], function.__name__)
         dtypes = [x for x in self.key[4:] if isinstance(x, torch.dtype)]
         rest = list(arguments)
         for i, x in enumerate(rest):
             if not dtypes:
                 break
-            if isinstance(x, int):
-                dtype = dtypes.pop(0)
-                memory = (ctypes.c_uint8 * 64).from_address(x) if x else bytearray(64)
-                rest[i] = torch.frombuffer(memory, dtype=dtype)
-        triton.jit(self.key[0])[(programs,)](*rest)
+            if isinstance(x, tuple):
+                rest[i] = kernel.Pointers(*[self.tensor(y, dtypes) for y in x])
+            else:
+                rest[i] = self.tensor(x, dtypes)
+        triton.jit(function)[(programs,)](*rest)
+
+    @staticmethod
+    def tensor(x, dtypes):
+        """The memory at an address, as a tensor of the next dtype."""
+        if not isinstance(x, int):
+            return x
+        memory = (ctypes.c_uint8 * 64).from_address(x) if x else bytearray(64)
+        return torch.frombuffer(memory, dtype=dtypes.pop(0))
 
 
 class Handles(dict):
@@ -159,7 +170,7 @@ def test_a_key_that_is_also_the_query_is_not_confused_with_it(handles, hopper):
         x = draw(Case(SPECS["gated delta"], Shape("small", B=1, T=128, H=1, HV=1, K=64, V=64), torch.bfloat16))
         bind(SPECS["gated delta"], TritonBackend())(x._replace(q=x.q if q is None else q, k=x.k if k is None else k))
         (prepare,) = (handle for key, handle in handles.items() if "prepare" in key[0].__name__)
-        return prepare.launches[-1][1][:2]
+        return prepare.launches[-1][1][0][:2]
 
     q, k = torch.zeros(2, 1, 128, 1, 64, dtype=torch.bfloat16)
     for a, b in [(q, q), (q, q), (q, k), (k, q)]:
@@ -174,6 +185,11 @@ class Kernel:
     def __init__(self, tensors, numbers=0):
         self.fn = Kernel  # kernels of any signature are one
         self.arg_names = [*map(str, range(tensors)), *["number"] * numbers, "constant"]
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor | None
 
 
 def launch(tensors, *numbers):
@@ -225,6 +241,22 @@ def test_a_kernel_of_one_tensor_is_repeated(monkeypatch):
     for _ in range(3):
         (out,) = body(torch.ones(3))
         assert last_launch(handles) == (2, (out.data_ptr(), "constant"))
+
+
+def test_a_named_tuple_of_tensors_is_passed_as_a_tuple(monkeypatch):
+    monkeypatch.setattr(launcher, "_compiled", handles := Handles(Handle))
+
+    @replay.replayed
+    def body(x):
+        out = x.new_empty(x.shape)
+        launch((Pair(out, None), x[4:], Pair(x, out)), 5)
+        return (out,)
+
+    for _ in range(3):
+        x = torch.ones(8)
+        (out,) = body(x)
+        pair, again = (out.data_ptr(), None), (x.data_ptr(), out.data_ptr())
+        assert last_launch(handles) == (2, (pair, x.data_ptr() + 16, again, 5, "constant"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches are only recorded")

@@ -90,7 +90,7 @@ class Compiler:
         self, kernel: Any, tensors: Mapping[str, Any], traits: Mapping[str, Hashable], options: Any = (4, 1, None)
     ) -> Any:
         read = [name for name in kernel.arg_names if name in tensors or name in traits]
-        types = {name: str(getattr(tensors[name], "dtype", tensors[name])) for name in read if name in tensors}
+        types = {name: types_of(tensors[name]) for name in read if name in tensors}
         constants = {name: traits[name] for name in read if name not in tensors}
         text = repr((kernel.cache_key, types, constants, tuple(options), self.architecture))
         key = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
@@ -119,6 +119,11 @@ class Compiler:
             "spills": max(map(int, re.findall(r"(\d+) bytes spill stores", text))),
             "serialized": bool(re.search(r"C75\d\d", text)),
         }
+
+
+def types_of(x: Any) -> str:
+    """The dtype of an operand, or of each in a NamedTuple."""
+    return str([*map(types_of, x)]) if isinstance(x, tuple) else str(getattr(x, "dtype", x))
 
 
 def launch(problem: Problem, triton: str, compiler: Compiler) -> None:

@@ -1,7 +1,7 @@
-"""What the kernels of an update receive, by the names of their parameters: tensors, numbers and compile-time traits.
+"""What the kernels of an update receive by name: tensors, numbers and compile-time traits.
 
-A kernel takes those that its signature names. A tensor that a pass does not have is `...`; a kernel that names one is
-an error.
+A kernel takes those that it declares (kernels/signature.py). A tensor that a pass does not have is `...`; a kernel that
+declares one is an error.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
@@ -95,7 +95,7 @@ class Tensors(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of one launch by the names of the kernel's parameters."""
+    """What the kernel of a launch may receive, by name."""
 
     tensors: dict[str, Any]
     numbers: dict[str, int | float]

@@ -14,10 +14,12 @@ def execute(launches: Sequence[KernelLaunch], plan: Plan, scale: float, tensors:
     """Launch kernels. scale: of q."""
     for launch in launches:
         kernel = load(launch.kernel)
-        tensors_of, numbers, traits = arguments(plan, launch, scale, tensors)
-        if traits.get("TILED") and "TILED" in kernel.arg_names:
-            tensors_of["v"] = descriptor(plan, launch, tensors.v)
-        launcher(kernel, tensors_of, traits, launch.options)(launch.programs, numbers)
+        operands, numbers, traits = arguments(plan, launch, scale, tensors)
+        if "TILED" in kernel.Traits._fields and traits["TILED"]:
+            operands["v"] = descriptor(plan, launch, tensors.v)
+        operands["gmem"] = kernel.Pointers._make([operands[name] for name in kernel.Pointers._fields])
+        constants = {"traits": kernel.Traits._make([traits[name] for name in kernel.Traits._fields])}
+        launcher(kernel, operands, constants, launch.options)(launch.programs, numbers)
 
 
 def load(kernel: Kernel) -> Any:

@@ -20,6 +20,7 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 
 CACHED_LAUNCH = True
+Operand = Tensor | TensorDescriptor | None
 _OPTIONS = Options()
 _compiled: dict[Hashable, Any] = {}
 _ALIGNMENT = 16  # bytes; Triton compiles another kernel for other pointers
@@ -27,22 +28,22 @@ _ALIGNMENT = 16  # bytes; Triton compiles another kernel for other pointers
 
 def launcher(
     kernel: Any,
-    tensors: Mapping[str, Tensor | TensorDescriptor | None],
+    tensors: Mapping[str, Operand | tuple[Operand, ...]],
     traits: Mapping[str, Hashable],
     options: Options = _OPTIONS,
 ) -> Callable[[int, Mapping[str, int | float]], None]:
     """Prepare launches of a Triton kernel on the current stream.
 
-    The kernel's parameters are tensors or tensor descriptors, numbers (none specialised), and compile-time traits, in
-    this order. Each receives the value of its name; names that are no parameter are ignored. The compiled kernel is
-    cached by everything that it depends on: traits, dtypes and alignment of the tensors, and the device. It gets bare
-    pointers. Triton's debugging knobs take effect when a kernel first runs. While `precompile` traces an operator,
-    kernels are compiled, and not launched.
+    The kernel's parameters are tensors, tensor descriptors or NamedTuples of tensors; numbers (none specialised); and
+    compile-time traits, in this order. Each receives the value of its name; names that are no parameter are ignored.
+    The compiled kernel is cached by everything that it depends on: traits, dtypes and alignment of the tensors, and the
+    device. It gets bare pointers. Triton's debugging knobs take effect when a kernel first runs. While `precompile`
+    traces an operator, kernels are compiled, and not launched.
 
     Returns: a function of the number of programs and the kernel's numbers by name.
     """
     warps, stages, registers = options
-    given: list[Tensor | TensorDescriptor | None] = []
+    given: list[Operand | tuple[Operand, ...]] = []
     pointers: list[Any] = []
     numbered: list[str] = []
     constants: list[Hashable] = []
@@ -51,18 +52,15 @@ def launcher(
         if name in tensors:
             x = tensors[name]
             given.append(x)
-            if isinstance(x, Tensor):
-                pointer = x.data_ptr()
-                pointers.append(pointer)
-                layouts += (x.dtype, pointer % _ALIGNMENT == 0)
+            if isinstance(x, tuple):
+                pointers.append(tuple(_addresses(x, layouts)))
             else:
-                pointers.append(x)
-                layouts.append(None if x is None else (x.base.dtype, *x.block_shape))
+                pointers += _addresses((x,), layouts)
         elif name in traits:
             constants.append(traits[name])
         else:
             numbered.append(name)
-    first = given[0]
+    first = given[0][0] if isinstance(given[0], tuple) else given[0]
     assert isinstance(first, Tensor)
     traced_device = precompile.tracing.device
     device = first.get_device() if traced_device is None else traced_device.index
@@ -100,6 +98,20 @@ def launcher(
             stream = current_stream(device)
 
     return launch
+
+
+def _addresses(operands: tuple[Operand, ...], layouts: list[Hashable]) -> list[Any]:
+    """Return what a compiled kernel gets for operands, and append what its code depends on to `layouts`."""
+    addresses: list[Any] = []
+    for x in operands:
+        if isinstance(x, Tensor):
+            pointer = x.data_ptr()
+            addresses.append(pointer)
+            layouts += (x.dtype, pointer % _ALIGNMENT == 0)
+        else:
+            addresses.append(x)
+            layouts.append(None if x is None else (x.base.dtype, *x.block_shape))
+    return addresses
 
 
 def current_stream(device: int) -> int:

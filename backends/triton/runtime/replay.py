@@ -47,13 +47,17 @@ class _Source(NamedTuple):
     describe: Callable[[Tensor], Any] | None = None
 
 
+# The sources of a kernel's parameters: of one tensor, or of a NamedTuple of tensors.
+_Sources = list[_Source | None | list[_Source | None]]
+
+
 class _Launch(NamedTuple):
     """A launch of a compiled kernel.
 
     Args:
         compiled: the handle of the kernel.
         run: its function that launches. function, metadata: arguments of `run`.
-        select: picks the kernel's tensor arguments from the arguments of all launches.
+        select: picks the kernel's tensor arguments, or tuples of them, from the arguments of all launches.
         values: the kernel's numbers and constants.
         record: what `watch` records.
         programs: the size of the grid.
@@ -79,7 +83,8 @@ class Recorder(RecordingMode):
         """Record a launch. Raises: NotReplayableError if the kernel is not compiled."""
         if compiled is None:
             raise NotReplayableError(f"{record.name} is not compiled")
-        self.steps.append((compiled, [self._source(x) for x in tensors], values, record))
+        sources: _Sources = [[*map(self._source, x)] if isinstance(x, tuple) else self._source(x) for x in tensors]
+        self.steps.append((compiled, sources, values, record))
 
     def _source(self, x: Any) -> _Source | None:
         if x is None:
@@ -136,10 +141,8 @@ class Program:
         ]
         self._current_stream, self._is_hooked = launcher.current_stream, launcher.is_hooked
 
-    def _launch(
-        self, compiled: Any, sources: Sequence[_Source | None], values: tuple[Any, ...], record: RunRecord
-    ) -> _Launch:
-        select = _selector([self._argument(source) for source in sources])
+    def _launch(self, compiled: Any, sources: _Sources, values: tuple[Any, ...], record: RunRecord) -> _Launch:
+        select = _selector([[*map(self._argument, x)] if isinstance(x, list) else self._argument(x) for x in sources])
         return _Launch(
             compiled, compiled.run, compiled.function, compiled.packed_metadata, select, values, record,
             record.programs,
@@ -192,8 +195,12 @@ class Program:
         return self._type(self._result(tensors))
 
 
-def _selector(indices: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Return a function from a list to the tuple of its elements at these indices."""
+def _selector(indices: Sequence[int | list[int]]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """Return a function from a list to the tuple of its elements at these indices; for a list of indices, a tuple."""
+    if any(isinstance(x, list) for x in indices):
+        parts = [_selector(x) if isinstance(x, list) else itemgetter(x) for x in indices]
+        first = parts[0]
+        return (lambda x: (first(x),)) if len(parts) == 1 else lambda x: tuple([part(x) for part in parts])
     # `itemgetter` of a single index returns the element, not a tuple
     return itemgetter(*indices) if len(indices) > 1 else lambda pointers: tuple(pointers[i] for i in indices)
 

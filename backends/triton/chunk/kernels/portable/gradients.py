@@ -19,6 +19,7 @@ gate_gradients_kernel sums the gate gradients over key tiles: d log_decay, db, d
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import (
     clamp_away_from_zero,
     cumulative_decays,
@@ -68,16 +69,15 @@ def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
+@takes(
+    pointers="q k e v b do gates states dstates v_new du dq dk de dgates state_products partial slopes cu",
+    traits=(
+        "H HV K V C BK BV DECAY DELTA ERASE_KEY ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED DU_IS_DV MIN_BETA UNIT "
+        "PREC STAGES"
+    ),
+)
 @triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, v_new, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
-    slots, num_scratch_slots, scale, T, window, windows,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
-    ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr, UNIT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, windows, traits: tl.constexpr):
     """Compute the gradients of one chunk.
 
     Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
@@ -97,7 +97,19 @@ def gradients_kernel(
     state_products [K tiles, slots, HV] = <dS', S'>. Rows of dgates: 0 the terms of d log_decay that count for i >= t;
     1 e . de; 2 v . du (DU_IS_DV: dv . x), complete in each K tile; 3 with GATES_BEFORE the terms that count for i > t.
     """
-    GATES_BEFORE: tl.constexpr = ERASE_PREVIOUS or READ_BEFORE
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    BV: tl.constexpr = traits.BV
+    DECAY: tl.constexpr = traits.DECAY
+    DELTA: tl.constexpr = traits.DELTA
+    WRITE: tl.constexpr = traits.WRITE
+    DU_IS_DV: tl.constexpr = traits.DU_IS_DV
+    PREC: tl.constexpr = traits.PREC
+    GATES_BEFORE: tl.constexpr = traits.ERASE_PREVIOUS or traits.READ_BEFORE
     ROWS: tl.constexpr = 4 if GATES_BEFORE else 3
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -108,7 +120,9 @@ def gradients_kernel(
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
-    start, length, slot, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED)
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
+    )
     if in_use:
         r = tl.arange(0, R)
         i = tl.arange(0, C)
@@ -121,10 +135,10 @@ def gradients_kernel(
         ks = tile * BK + tl.arange(0, BK)
         in_k = ks < K
         key_offset = (row * H + h) * K
-        dtype: tl.constexpr = states.dtype.element_ty
+        dtype: tl.constexpr = gmem.states.dtype.element_ty
         # A read before the update does not see the write of its own token; an erase never does.
-        early = tl.where(erases, 1 if ERASE_PREVIOUS else 0, 1 if READ_BEFORE else 0)
-        causal = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if READ_BEFORE else 0)[:, None]
+        early = tl.where(erases, 1 if traits.ERASE_PREVIOUS else 0, 1 if traits.READ_BEFORE else 0)
+        causal = t[:, None] >= i[None, :] + tl.where(erases, 1, 1 if traits.READ_BEFORE else 0)[:, None]
         chunk = tl.cast(slot, tl.int64) * HV + hv
         scratch_chunk = tl.cast(scratch_slot, tl.int64) * HV + hv
         value_offset = (row * HV + hv) * V
@@ -134,61 +148,61 @@ def gradients_kernel(
         intra = tl.zeros([R, C], tl.float32)  # do x^T stacked with du x^T
         dk_inter = tl.zeros([C, BK], tl.float32)  # x dS'^T
         S_dot_dS = tl.zeros([BV], tl.float32)
-        for tv in tl.range(0, NV, num_stages=STAGES):
+        for tv in tl.range(0, NV, num_stages=traits.STAGES):
             vs = tv * BV + tl.arange(0, BV)
             in_v = vs < V
-            do_at = do + value_offset + t[:, None] * (HV * V) + vs[None, :]
+            do_at = gmem.do + value_offset + t[:, None] * (HV * V) + vs[None, :]
             in_tile = in_rows[:, None] & in_v[None, :]
             if DELTA:
-                du_at = du + du_offset + t[:, None] * (HV * V) + vs[None, :]
-                if do.dtype == du.dtype:
+                du_at = gmem.du + du_offset + t[:, None] * (HV * V) + vs[None, :]
+                if gmem.do.dtype == gmem.du.dtype:
                     do_du = tl.load(tl.where(erases[:, None], du_at, do_at), mask=in_tile, other=0.0)
                 else:
                     do_du = tl.load(do_at, mask=in_tile & (erases[:, None] == 0), other=0.0).to(dtype)
                     do_du += tl.load(du_at, mask=in_tile & erases[:, None], other=0.0)
-                x = load_rows(v_new + scratch_value_offset, i, vs, i < C, in_v, HV * V)
+                x = load_rows(gmem.v_new + scratch_value_offset, i, vs, i < C, in_v, HV * V)
             else:
                 do_du = tl.load(do_at, mask=in_tile, other=0.0)
-                x = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V)
-            S = load_rows(states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
-            dS = load_rows(dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+                x = load_rows(gmem.v + value_offset, i, vs, in_time, in_v, HV * V)
+            S = load_rows(gmem.states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+            dS = load_rows(gmem.dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
             inter = tl.dot(do_du, S, inter, input_precision=PREC)
             intra = tl.dot(do_du, tl.trans(x), intra, input_precision=PREC)
             dk_inter = tl.dot(x, dS, dk_inter, input_precision=PREC)
             if DECAY != "none":
                 S_dot_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
 
-        gate_row = dgates + (tl.cast(tile, tl.int64) * slots * HV + chunk) * ROWS * C
-        LANES: tl.constexpr = min(16, 4096 // (BK * k.dtype.element_ty.primitive_bitwidth))
+        gate_row = gmem.dgates + (tl.cast(tile, tl.int64) * slots * HV + chunk) * ROWS * C
+        LANES: tl.constexpr = min(16, 4096 // (BK * gmem.k.dtype.element_ty.primitive_bitwidth))
         row_i = mma_rows(C, LANES)
         if DELTA:
             row_i = token_of(row_i, C)
         in_row_i = row_i < length - c * C
         row_t, row_erases = stacked_token_of(mma_rows(R, LANES), DELTA)
-        k_tile = load_mma_rows(k + key_offset, row_i, ks, in_row_i, in_k, H * K).to(dtype)
-        qe_base = q + key_offset
+        k_tile = load_mma_rows(gmem.k + key_offset, row_i, ks, in_row_i, in_k, H * K).to(dtype)
+        qe_base = gmem.q + key_offset
         if DELTA:
-            qe_base = tl.where(row_erases, (e if ERASE_KEY else k) + key_offset, qe_base)
+            qe_base = tl.where(row_erases, (gmem.e if traits.ERASE_KEY else gmem.k) + key_offset, qe_base)
         qe = load_mma_rows(qe_base, row_t, ks, row_t < length - c * C, in_k, H * K).to(dtype)
         if WRITE and not DELTA:
-            write = tl.load(gates + (chunk * 3 + 2) * C + i)
+            write = tl.load(gmem.gates + (chunk * 3 + 2) * C + i)
             intra *= write[None, :]
             dk_inter *= write[:, None]
-        if slopes is not None:
+        if gmem.slopes is not None:
             du_dot_x = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 0)
-            step_gradient = du_dot_x * tl.load(slopes + chunk * 2 * C + i)
+            step_gradient = du_dot_x * tl.load(gmem.slopes + chunk * 2 * C + i)
         if DU_IS_DV and WRITE:
             du_dot_x = tl.sum(tl.where(erases[:, None] & (t[:, None] == i[None, :]), intra, 0.0), 1)
             tl.store(gate_row + 2 * C + t, du_dot_x, mask=erases)
         # A -1 that the compiler cannot fold: otherwise it moves the sign changes between products, which then wait for
         # each other.
         row_scale = tl.where(erases, tl.where(windows > 0, -1.0, 0.0), scale)
-        if DELTA and ERASE and not (DU_IS_DV and WRITE):
-            erase = tl.load(b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
-            row_scale = tl.where(erases, -clamp_away_from_zero(erase, MIN_BETA), scale)
+        if DELTA and traits.ERASE and not (DU_IS_DV and WRITE):
+            erase = tl.load(gmem.b + (row + t) * HV + hv, mask=in_rows & erases, other=0.0).to(tl.float32)
+            row_scale = tl.where(erases, -clamp_away_from_zero(erase, traits.MIN_BETA), scale)
         if DECAY != "none":
-            G, _, G_end = cumulative_decays(gates, chunk, i, C, LOOP=False)
-            G_of_tokens = gates + chunk * 3 * C + tl.arange(0, C)
+            G, _, G_end = cumulative_decays(gmem.gates, chunk, i, C, LOOP=False)
+            G_of_tokens = gmem.gates + chunk * 3 * C + tl.arange(0, C)
             G_row = repeat_for_stacked_rows(tl.load(G_of_tokens), C, DELTA)
             if GATES_BEFORE:
                 G_before = tl.load(G_of_tokens - 1, mask=tl.arange(0, C) > 0, other=0.0)
@@ -203,9 +217,9 @@ def gradients_kernel(
         dP_dA = tl.where(causal, intra, 0.0).to(dtype)
         dqe = tl.dot(dP_dA, k_tile, inter, input_precision=PREC)
         dk_tile = tl.dot(tl.trans(dP_dA), qe, input_precision=PREC)
-        if DECAY != "none" or ERASE:
+        if DECAY != "none" or traits.ERASE:
             row_dots = tl.sum(qe.to(tl.float32) * dqe, 1)
-            if DELTA and ERASE:
+            if DELTA and traits.ERASE:
                 tl.store(gate_row + C + t, row_dots, mask=erases)
         if DECAY != "none":
             dG = row_dots
@@ -221,21 +235,25 @@ def gradients_kernel(
             k_dot_dk, k_dot_inter = tl.reduce((k_float32 * dk_tile, k_float32 * dk_inter), 1, add_pairs)
             tl.store(gate_row + i, dG - (k_dot_dk + k_dot_inter))
             state_product = tl.sum(S_dot_dS, 0) * tl.exp2(G_end) + tl.sum(k_dot_inter, 0)
-            tl.store(state_products + tl.cast(tile, tl.int64) * slots * HV + chunk, state_product)
+            tl.store(gmem.state_products + tl.cast(tile, tl.int64) * slots * HV + chunk, state_product)
         dk_tile += dk_inter
-        if slopes is not None:
+        if gmem.slopes is not None:
             dk_tile += step_gradient[:, None] * k_tile.to(tl.float32)
         if GROUP > 1:
-            partial_dq = partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
+            partial_dq = gmem.partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
             partial_size = tl.cast(num_scratch_slots, tl.int64) * C * HV * K
             dq_at, dk_at, de_at = partial_dq, partial_dq + partial_size, partial_dq + 2 * partial_size
         else:
-            dq_at, dk_at, de_at = dq + key_offset, dk + key_offset, de + key_offset if ERASE_KEY else dk
+            dq_at, dk_at, de_at = (
+                gmem.dq + key_offset,
+                gmem.dk + key_offset,
+                gmem.de + key_offset if traits.ERASE_KEY else gmem.dk,
+            )
         STRIDE: tl.constexpr = HV * K
         if DELTA:
             pair = tl.permute(tl.reshape(dqe, [2, C // 16, 2, 8, BK]), [1, 0, 3, 4, 2])
             dq_tile, de_tile = tl.split(tl.reshape(pair, [C, BK, 2]))
-            if ERASE_KEY:
+            if traits.ERASE_KEY:
                 store_mma_rows(de_at, de_tile, row_i, ks, in_row_i, in_k, STRIDE)
             else:
                 dk_tile += de_tile
@@ -249,27 +267,33 @@ def gradients_kernel(
             dwrite = tl.zeros([C], tl.float32)
             for tw in range(tile, (V + BW - 1) // BW, NK):
                 vs = tw * BW + tl.arange(0, BW)
-                v_tile = load_rows(v + value_offset, i, vs, in_time, vs < V, HV * V)
-                du_tile = load_rows(du + scratch_value_offset, i, vs, i < C, vs < V, HV * V)
+                v_tile = load_rows(gmem.v + value_offset, i, vs, in_time, vs < V, HV * V)
+                du_tile = load_rows(gmem.du + scratch_value_offset, i, vs, i < C, vs < V, HV * V)
                 dwrite += tl.sum(v_tile.to(tl.float32) * du_tile.to(tl.float32), 1)
             tl.store(gate_row + 2 * C + i, dwrite)
 
 
+@takes(
+    pointers="partial dq dk de cu",
+    traits="H PROGRAMS K C BK ERASE_KEY PACKED UNIT",
+)
 @triton.jit(do_not_specialize=["N", "T", "window", "windows", "num_scratch_slots"])
-def sum_groups_kernel(
-    partial, dq, dk, de, cu, N, T, window, windows, num_scratch_slots,
-    H: tl.constexpr, PROGRAMS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    ERASE_KEY: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def sum_groups_kernel(gmem, N, T, window, windows, num_scratch_slots, traits: tl.constexpr):
     """Sum dq, dk and de [B, T, H, K] over the value heads of each key head, always in the same order.
 
     Grid: scratch slot, key head. Reads partial [3, num_scratch_slots, C, PROGRAMS, K].
     """
-    GROUP: tl.constexpr = PROGRAMS // H
+    H: tl.constexpr = traits.H
+    K: tl.constexpr = traits.K
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    GROUP: tl.constexpr = traits.PROGRAMS // H
     pid = tl.program_id(0)
     h = pid % H
     scratch_slot = pid // H
-    start, length, _, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED)
+    start, length, _, c, in_use = locate_scratch_chunk(
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
+    )
     if in_use:
         i = tl.arange(0, C)
         in_time = i < length - c * C
@@ -277,24 +301,24 @@ def sum_groups_kernel(
             ks = tile * BK + tl.arange(0, BK)
             in_k = ks < K
             key_offset = ((start + c * C) * H + h) * K
-            for which in tl.static_range(3 if ERASE_KEY else 2):
-                out = dq if which == 0 else dk if which == 1 else de
-                first_head = (tl.cast(which, tl.int64) * num_scratch_slots + scratch_slot) * C * PROGRAMS + h * GROUP
-                heads = partial + first_head * K
+            for which in tl.static_range(3 if traits.ERASE_KEY else 2):
+                out = gmem.dq if which == 0 else gmem.dk if which == 1 else gmem.de
+                first_head = (
+                    tl.cast(which, tl.int64) * num_scratch_slots + scratch_slot
+                ) * C * traits.PROGRAMS + h * GROUP
+                heads = gmem.partial + first_head * K
                 total = tl.zeros([C, BK], tl.float32)
                 for g in range(GROUP):
-                    total += load_rows(heads + g * K, i, ks, in_time, in_k, PROGRAMS * K).to(tl.float32)
+                    total += load_rows(heads + g * K, i, ks, in_time, in_k, traits.PROGRAMS * K).to(tl.float32)
                 store_rows(out + key_offset, total, i, ks, in_time, in_k, H * K)
 
 
+@takes(
+    pointers="dgates state_products v b dlog_decay db dw dv slopes cu",
+    traits="HV V C TILES K_TILES NEEDS_LOG_DECAY NEEDS_B NEEDS_W TIED DU_IS_DV MIN_BETA GATES_BEFORE HAS_STATE PACKED",
+)
 @triton.jit(do_not_specialize=["N", "slots", "T"])
-def gate_gradients_kernel(
-    dgates, state_products, v, b, dlog_decay, db, dw, dv, slopes, cu, N, slots, T,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, K_TILES: tl.constexpr,
-    NEEDS_LOG_DECAY: tl.constexpr, NEEDS_B: tl.constexpr, NEEDS_W: tl.constexpr, TIED: tl.constexpr,
-    DU_IS_DV: tl.constexpr, MIN_BETA: tl.constexpr, GATES_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
+def gate_gradients_kernel(gmem, N, slots, T, traits: tl.constexpr):
     """Sum the gate gradients of a chunk over tiles: d log_decay, db and dw [B, T, HV].
 
     Grid: chunk slot, value head.
@@ -307,11 +331,16 @@ def gate_gradients_kernel(
     the clamped b that dv contains. slopes: with EFLA and Longhorn the derivatives of b (step_size.py), and db is the
     gradient of beta; else None.
     """
-    ROWS: tl.constexpr = 4 if GATES_BEFORE else 3
+    HV: tl.constexpr = traits.HV
+    TILES: tl.constexpr = traits.TILES
+    K_TILES: tl.constexpr = traits.K_TILES
+    V: tl.constexpr = traits.V
+    C: tl.constexpr = traits.C
+    ROWS: tl.constexpr = 4 if traits.GATES_BEFORE else 3
     chunk = tl.program_id(0)
     slot = chunk // HV
     hv = chunk % HV
-    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, gmem.cu, N, T, C, traits.PACKED)
     if t0 < length:
         i = tl.arange(0, C)
         offsets = (start + t0 + i) * HV + hv
@@ -323,40 +352,42 @@ def gate_gradients_kernel(
         v_dot_du = tl.zeros([C], tl.float32)
         for tile in tl.static_range(TILES):
             chunk_of_tile = tl.cast(tile, tl.int64) * slots * HV + chunk
-            row = dgates + chunk_of_tile * ROWS * C + i
-            if NEEDS_LOG_DECAY:
+            row = gmem.dgates + chunk_of_tile * ROWS * C + i
+            if traits.NEEDS_LOG_DECAY:
                 dG += tl.load(row)
-                state_product += tl.load(state_products + chunk_of_tile)
-                if GATES_BEFORE:
+                state_product += tl.load(gmem.state_products + chunk_of_tile)
+                if traits.GATES_BEFORE:
                     dG_early += tl.load(row + 3 * C)
-            if NEEDS_B:
+            if traits.NEEDS_B:
                 e_dot_de += tl.load(row + C)
-            if NEEDS_W or (TIED and (tile % K_TILES == 0 or not DU_IS_DV)):
+            if traits.NEEDS_W or (traits.TIED and (tile % K_TILES == 0 or not traits.DU_IS_DV)):
                 v_dot_du += tl.load(row + 2 * C)
-        if NEEDS_W:
-            tl.store(dw + offsets, v_dot_du, mask=in_time)
-        if NEEDS_LOG_DECAY:
+        if traits.NEEDS_W:
+            tl.store(gmem.dw + offsets, v_dot_du, mask=in_time)
+        if traits.NEEDS_LOG_DECAY:
             total = tl.cumsum(dG, 0, reverse=True) + state_product
-            if GATES_BEFORE:
+            if traits.GATES_BEFORE:
                 total += tl.sum(tl.where(i[:, None] < i[None, :], dG_early[None, :], 0.0), 1)
-            if not HAS_STATE:  # the first decay of a sequence scales nothing
+            if not traits.HAS_STATE:  # the first decay of a sequence scales nothing
                 total = tl.where(t0 + i > 0, total, 0.0)
-            tl.store(dlog_decay + offsets, total, mask=in_time)
-        if NEEDS_B:
-            b_i = tl.load(b + offsets, mask=in_time, other=1.0).to(tl.float32)
-            clamped_b = clamp_away_from_zero(b_i, MIN_BETA)
+            tl.store(gmem.dlog_decay + offsets, total, mask=in_time)
+        if traits.NEEDS_B:
+            b_i = tl.load(gmem.b + offsets, mask=in_time, other=1.0).to(tl.float32)
+            clamped_b = clamp_away_from_zero(b_i, traits.MIN_BETA)
             b_db = e_dot_de
-            if TIED and DU_IS_DV:
+            if traits.TIED and traits.DU_IS_DV:
                 b_db = v_dot_du / clamped_b
-                if tl.min(tl.abs(b_i), 0) < MIN_BETA:
+                if tl.min(tl.abs(b_i), 0) < traits.MIN_BETA:
                     v_dot_dv = tl.zeros([C], tl.float32)
                     for column in range(V):
-                        v_i = tl.load(v + offsets * V + column, mask=in_time, other=0.0).to(tl.float32)
-                        v_dot_dv += v_i * tl.load(dv + offsets * V + column, mask=in_time, other=0.0).to(tl.float32)
+                        v_i = tl.load(gmem.v + offsets * V + column, mask=in_time, other=0.0).to(tl.float32)
+                        v_dot_dv += v_i * tl.load(gmem.dv + offsets * V + column, mask=in_time, other=0.0).to(
+                            tl.float32
+                        )
                     b_db = e_dot_de + v_dot_dv
-            elif TIED:
+            elif traits.TIED:
                 b_db = e_dot_de + v_dot_du * clamped_b
             db_i = b_db / clamped_b
-            if slopes is not None:
-                db_i *= tl.load(slopes + (chunk * 2 + 1) * C + i)
-            tl.store(db + offsets, db_i, mask=in_time)
+            if gmem.slopes is not None:
+                db_i *= tl.load(gmem.slopes + (chunk * 2 + 1) * C + i)
+            tl.store(gmem.db + offsets, db_i, mask=in_time)

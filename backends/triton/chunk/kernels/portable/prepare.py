@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.chunk.kernels.portable.wy_tiles import store_wy_tiles
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import (
     LOG2E,
     clamp_log2_decay,
@@ -89,15 +90,15 @@ def dot_key_tiles(x_a, y_a, x_b, y_b, K1: tl.constexpr, PREC: tl.constexpr):
     return out
 
 
+@takes(
+    pointers="q k e log_decay b w gates decay_bounds wy_tiles strengths slopes cu",
+    traits=(
+        "H HV K C K0 K1 DECAY ERASE_KEY ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED OPERAND PREC PREC_INVERSE BLOCK "
+        "TERMS BOUND_DECAYS REPARAM DU_IS_DV"
+    ),
+)
 @triton.jit(do_not_specialize=["N", "T"])
-def prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    DECAY: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE: tl.constexpr, WRITE: tl.constexpr,
-    ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    TERMS: tl.constexpr, BOUND_DECAYS: tl.constexpr, REPARAM: tl.constexpr, DU_IS_DV: tl.constexpr,
-):  # fmt: skip
+def prepare_kernel(gmem, N, T, scale, traits: tl.constexpr):
     """Prepare the chunks of a delta update.
 
     Grid: chunk slot, key head. Each program owns one chunk of a key head and loops over its value heads.
@@ -108,29 +109,39 @@ def prepare_kernel(
     BOUND_DECAYS. With REPARAM "efla" or "longhorn" b is beta, erase and write have the strength of step_size.py, and
     strengths and slopes (defined there) are written unless they are None.
     """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    C: tl.constexpr = traits.C
+    DECAY: tl.constexpr = traits.DECAY
+    PREC_INVERSE: tl.constexpr = traits.PREC_INVERSE
+    K1: tl.constexpr = traits.K1
+    ERASE_KEY: tl.constexpr = traits.ERASE_KEY
+    PREC: tl.constexpr = traits.PREC
+    REPARAM: tl.constexpr = traits.REPARAM
     pid = tl.program_id(0)
     slot = pid // H
     h = pid % H
-    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, gmem.cu, N, T, C, traits.PACKED)
     if t0 < length:
         # All loads precede the first dot: a dot waits for its operands and delays the loads after it.
         i = tl.arange(0, C)
         in_time = i < length - t0
         row = start + t0
-        ka = tl.arange(0, K0)
+        ka = tl.arange(0, traits.K0)
         in_ka = ka < K
         key_offset = (row * H + h) * K
-        k_a = load_rows(k + key_offset, i, ka, in_time, in_ka, H * K)
-        q_a = load_rows(q + key_offset, i, ka, in_time, in_ka, H * K)
+        k_a = load_rows(gmem.k + key_offset, i, ka, in_time, in_ka, H * K)
+        q_a = load_rows(gmem.q + key_offset, i, ka, in_time, in_ka, H * K)
         if ERASE_KEY:
-            e_a = load_rows(e + key_offset, i, ka, in_time, in_ka, H * K)
+            e_a = load_rows(gmem.e + key_offset, i, ka, in_time, in_ka, H * K)
         if K1 > 0:
-            kb = K0 + tl.arange(0, K1)
+            kb = traits.K0 + tl.arange(0, K1)
             in_kb = kb < K
-            k_b = load_rows(k + key_offset, i, kb, in_time, in_kb, H * K)
-            q_b = load_rows(q + key_offset, i, kb, in_time, in_kb, H * K)
+            k_b = load_rows(gmem.k + key_offset, i, kb, in_time, in_kb, H * K)
+            q_b = load_rows(gmem.q + key_offset, i, kb, in_time, in_kb, H * K)
             if ERASE_KEY:
-                e_b = load_rows(e + key_offset, i, kb, in_time, in_kb, H * K)
+                e_b = load_rows(gmem.e + key_offset, i, kb, in_time, in_kb, H * K)
         else:
             k_b, q_b = k_a, q_a
             if ERASE_KEY:
@@ -139,11 +150,11 @@ def prepare_kernel(
         gate_offset = (row + i) * HV + h * GROUP
         erase = tl.where(in_time, 1.0, 0.0)
         write = tl.where(in_time, 1.0, 0.0)
-        log2_decay = load_log2_decays(log_decay, row + i, h * GROUP, in_time, HV, DECAY)
-        if ERASE:
-            erase = tl.load(b + gate_offset, mask=in_time, other=0.0).to(tl.float32)
-        if WRITE and REPARAM == "none":
-            write = tl.load(w + gate_offset, mask=in_time, other=0.0).to(tl.float32)
+        log2_decay = load_log2_decays(gmem.log_decay, row + i, h * GROUP, in_time, HV, DECAY)
+        if traits.ERASE:
+            erase = tl.load(gmem.b + gate_offset, mask=in_time, other=0.0).to(tl.float32)
+        if traits.WRITE and REPARAM == "none":
+            write = tl.load(gmem.w + gate_offset, mask=in_time, other=0.0).to(tl.float32)
         if REPARAM != "none":
             k_dot_k = tl.sum(k_a.to(tl.float32) * k_a.to(tl.float32), 1)
             if K1 > 0:
@@ -155,82 +166,85 @@ def prepare_kernel(
         if HOIST_P:
             KQ = dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
         below = i[:, None] > i[None, :]
-        causal_T = i[:, None] < i[None, :] if READ_BEFORE else i[:, None] <= i[None, :]
+        causal_T = i[:, None] < i[None, :] if traits.READ_BEFORE else i[:, None] <= i[None, :]
         for g in tl.range(0, GROUP, num_stages=1):
             hv = h * GROUP + g
             chunk = tl.cast(slot, tl.int64) * HV + hv
             if REPARAM != "none":
                 erase = store_step_size(
-                    strengths, slopes, gate_offset + g, chunk, i, erase, k_dot_k, in_time, C, REPARAM == "efla",
-                    DU_IS_DV,
+                    gmem.strengths, gmem.slopes, gate_offset + g, chunk, i, erase, k_dot_k, in_time, C,
+                    REPARAM == "efla", traits.DU_IS_DV,
                 )  # fmt: skip
                 write = erase
             # summed in float64 and rounded once, so that later tokens stay accurate after strong decays
             cumulative = tl.cumsum(log2_decay.to(tl.float64), 0)
             G = cumulative.to(tl.float32)
             G_before = (cumulative - log2_decay).to(tl.float32)
-            G_erase = G_before if ERASE_PREVIOUS else G
-            G_read = G_before if READ_BEFORE else G
-            tl.store(gates + (chunk * 3 + 0) * C + i, G)
-            tl.store(gates + (chunk * 3 + 1) * C + i, erase * tl.exp2(G_erase))
-            tl.store(gates + (chunk * 3 + 2) * C + i, write)
+            G_erase = G_before if traits.ERASE_PREVIOUS else G
+            G_read = G_before if traits.READ_BEFORE else G
+            tl.store(gmem.gates + (chunk * 3 + 0) * C + i, G)
+            tl.store(gmem.gates + (chunk * 3 + 1) * C + i, erase * tl.exp2(G_erase))
+            tl.store(gmem.gates + (chunk * 3 + 2) * C + i, write)
             # A step scales a state by at most max(1, |1 - b k.k|); with an erase key e != k there is no such bound.
             decay_bound = 0.0
-            if BOUND_DECAYS and not (ERASE_KEY or ERASE_PREVIOUS):
+            if traits.BOUND_DECAYS and not (ERASE_KEY or traits.ERASE_PREVIOUS):
                 if REPARAM == "none":
                     k_dot_k = tl.sum(tl.where(i[:, None] == i[None, :], A, 0.0), 1)
                 factor = tl.maximum(tl.abs(1 - erase * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)
                 decay_bound = tl.sum(log2_decay, 0) + tl.sum(tl.log2(factor), 0)
-            tl.store(decay_bounds + chunk, decay_bound)
+            tl.store(gmem.decay_bounds + chunk, decay_bound)
             D = tl.exp2(tl.where(below, G_erase[:, None] - G[None, :], 0.0))
             L = tl.where(below, erase[:, None] * A * D, 0.0)
             if GROUP > 1:
                 in_next = in_time & (g + 1 < GROUP)
-                log2_decay = load_log2_decays(log_decay, row + i, tl.minimum(hv + 1, HV - 1), in_next, HV, DECAY)
-                if ERASE:
-                    erase = tl.load(b + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
-                if WRITE and REPARAM == "none":
-                    write = tl.load(w + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
-            T_inverse, T_blocks = unit_lower_inverse(L, C, OPERAND, PREC_INVERSE, BLOCK)
+                log2_decay = load_log2_decays(gmem.log_decay, row + i, tl.minimum(hv + 1, HV - 1), in_next, HV, DECAY)
+                if traits.ERASE:
+                    erase = tl.load(gmem.b + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
+                if traits.WRITE and REPARAM == "none":
+                    write = tl.load(gmem.w + gate_offset + g + 1, mask=in_next, other=0.0).to(tl.float32)
+            T_inverse, T_blocks = unit_lower_inverse(L, C, traits.OPERAND, PREC_INVERSE, traits.BLOCK)
             # P is computed after the inverse, because it would occupy registers until it is stored.
             P_T = KQ if HOIST_P else dot_key_tiles(k_a, q_a, k_b, q_b, K1, PREC)
             P_T *= tl.exp2(tl.where(causal_T, G_read[None, :] - G[:, None], 0.0)) * scale
             P_T = tl.where(causal_T, P_T, 0.0)
-            store_wy_tiles(wy_tiles, T_inverse, T_blocks, P_T, q.dtype.element_ty, chunk, i, C, TERMS)
+            store_wy_tiles(gmem.wy_tiles, T_inverse, T_blocks, P_T, gmem.q.dtype.element_ty, chunk, i, C, traits.TERMS)
 
 
+@takes(
+    pointers="gates decay_bounds log_decay w cu",
+    traits="HV C HEADS DECAY WRITE PACKED",
+)
 @triton.jit(do_not_specialize=["N", "T"])
-def gates_kernel(
-    gates, decay_bounds, log_decay, w, cu, N, T,
-    HV: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, WRITE: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
+def gates_kernel(gmem, N, T, traits: tl.constexpr):
     """Prepare the chunks of an additive update: G and w.
 
     Grid: chunk slot, tile of HEADS value heads.
     Reads log_decay [B, T, HV] or [HV]; w [B, T, HV].
     Writes gates [slots, HV, 3, C] = G, unused, w; decay_bounds [slots, HV] = G at the end.
     """
+    HV: tl.constexpr = traits.HV
+    C: tl.constexpr = traits.C
+    HEADS: tl.constexpr = traits.HEADS
     TILES: tl.constexpr = (HV + HEADS - 1) // HEADS
     slot = tl.program_id(0) // TILES
     hv = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, gmem.cu, N, T, C, traits.PACKED)
     if t0 < length:
         i = tl.arange(0, C)
         in_time = i < length - t0
         in_heads = hv < HV
         tokens = start + t0 + i
         chunk = tl.cast(slot, tl.int64) * HV + hv
-        gate_rows = gates + chunk[:, None] * (3 * C) + i[None, :]
+        gate_rows = gmem.gates + chunk[:, None] * (3 * C) + i[None, :]
         log2_decay = tl.zeros([HEADS, C], tl.float32)
-        if DECAY == "head":
-            log2_decay = clamp_log2_decay(load_rows(log_decay, hv, tokens * HV, in_heads, in_time, 1) * LOG2E)
-        elif DECAY == "fixed":
-            log2_decay += clamp_log2_decay(tl.load(log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
+        if traits.DECAY == "head":
+            log2_decay = clamp_log2_decay(load_rows(gmem.log_decay, hv, tokens * HV, in_heads, in_time, 1) * LOG2E)
+        elif traits.DECAY == "fixed":
+            log2_decay += clamp_log2_decay(tl.load(gmem.log_decay + hv, mask=in_heads, other=0.0) * LOG2E)[:, None]
             log2_decay = tl.where(in_time[None, :], log2_decay, 0.0)
         tl.store(gate_rows, tl.cumsum(log2_decay.to(tl.float64), 1).to(tl.float32), mask=in_heads[:, None])
-        tl.store(decay_bounds + chunk, tl.sum(log2_decay, 1), mask=in_heads)
-        if WRITE:
+        tl.store(gmem.decay_bounds + chunk, tl.sum(log2_decay, 1), mask=in_heads)
+        if traits.WRITE:
             write_rows = gate_rows + 2 * C
-            write = load_rows(w, hv, tokens * HV, in_heads, in_time, 1).to(tl.float32)
+            write = load_rows(gmem.w, hv, tokens * HV, in_heads, in_time, 1).to(tl.float32)
             tl.store(write_rows, write, mask=in_heads[:, None])

@@ -37,6 +37,7 @@ from deltazoo.backends.triton.chunk.kernels.portable.wy_tiles import (
     load_p_transposed,
     p_terms,
 )
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import (
     chunk_range,
     clamp_away_from_zero,
@@ -53,17 +54,15 @@ from deltazoo.backends.triton.device.layout import (
 )
 
 
+@takes(
+    pointers="q k e v_key do gates decay_bounds wy_tiles dstate dstates du dv starts ends cu carries",
+    traits=(
+        "H HV K V C K0 K1 BV DECAY DELTA ERASE_KEY WRITE READ_BEFORE PACKED DU_IS_DV UNIT SEGMENT_CHUNKS MIN_BETA ENDS "
+        "CARRIED TERMS PREC STAGES"
+    ),
+)
 @triton.jit(do_not_specialize=["T", "window", "windows", "num_segments"])
-def reverse_kernel(
-    q, k, e, v_key, do, gates, decay_bounds, wy_tiles, dstate, dstates, du, dv, starts, ends, cu, carries, scale, T,
-    window, windows, num_segments,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    K0: tl.constexpr, K1: tl.constexpr, BV: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, WRITE: tl.constexpr, READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, DU_IS_DV: tl.constexpr, UNIT: tl.constexpr, SEGMENT_CHUNKS: tl.constexpr,
-    MIN_BETA: tl.constexpr, ENDS: tl.constexpr, CARRIED: tl.constexpr,
-    TERMS: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def reverse_kernel(gmem, scale, T, window, windows, num_segments, traits: tl.constexpr):
     """Scan the chunks of one segment of one window backwards.
 
     Grid: sequence, segment, value head, V tile. Each program owns dS^T [BV, K] of its segment, in registers, as tiles
@@ -79,7 +78,19 @@ def reverse_kernel(
     segment but the first, computed from a zero gradient after the segment. combine_kernel reads ends and writes starts.
     CARRIED: also before the first segment if carries [N] is not 0.
     """
-    DPLR: tl.constexpr = v_key is not None
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    C: tl.constexpr = traits.C
+    BV: tl.constexpr = traits.BV
+    DECAY: tl.constexpr = traits.DECAY
+    DELTA: tl.constexpr = traits.DELTA
+    SEGMENT_CHUNKS: tl.constexpr = traits.SEGMENT_CHUNKS
+    ENDS: tl.constexpr = traits.ENDS
+    TERMS: tl.constexpr = traits.TERMS
+    PREC: tl.constexpr = traits.PREC
+    DPLR: tl.constexpr = gmem.v_key is not None
     WY_TERMS: tl.constexpr = 2 if DPLR else TERMS
     TILES: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -87,34 +98,34 @@ def reverse_kernel(
     h = hv // (HV // H)
     n, segment = sequence_and_segment(pid // (TILES * HV), num_segments, TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, last = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
+        n, segment, gmem.cu, T, window, windows, C, traits.UNIT, SEGMENT_CHUNKS, traits.PACKED
     )
     segment_index = segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS) * HV + hv
     i = tl.arange(0, C)
     column = (pid % TILES) * BV
     vs = column + tl.arange(0, BV)
-    NK: tl.constexpr = 2 if K1 > 0 else 1
-    keys, in_keys = key_columns(K, K0, K1)
+    NK: tl.constexpr = 2 if traits.K1 > 0 else 1
+    keys, in_keys = key_columns(K, traits.K0, traits.K1)
     in_v = vs < V
-    causal = i[:, None] > i[None, :] if READ_BEFORE else i[:, None] >= i[None, :]
-    dtype: tl.constexpr = k.dtype.element_ty
-    P_TERMS: tl.constexpr = p_terms(wy_tiles.dtype.element_ty, dtype, TERMS)
+    causal = i[:, None] > i[None, :] if traits.READ_BEFORE else i[:, None] >= i[None, :]
+    dtype: tl.constexpr = gmem.k.dtype.element_ty
+    P_TERMS: tl.constexpr = p_terms(gmem.wy_tiles.dtype.element_ty, dtype, TERMS)
     if ENDS:
-        unused = (segment == 0) & (tl.load(carries + n) == 0) if CARRIED else segment == 0
+        unused = (segment == 0) & (tl.load(gmem.carries + n) == 0) if traits.CARRIED else segment == 0
         if unused:
             last = first
         # The contributions of later chunks are negligible before the first chunk of the segment.
-        last = first + significant_prefix(decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)
+        last = first + significant_prefix(gmem.decay_bounds, slot + first, last - first, hv, HV, SEGMENT_CHUNKS)
 
     if first < last:
-        at_dstate = dstate + (tl.cast(n, tl.int64) * HV + hv) * V * K
-        dS = zero_tiles(BV, K0, K1)
+        at_dstate = gmem.dstate + (tl.cast(n, tl.int64) * HV + hv) * V * K
+        dS = zero_tiles(BV, traits.K0, traits.K1)
         if not ENDS and SEGMENT_CHUNKS > 0:
-            at_start = starts + tl.cast(segment_index, tl.int64) * V * K
+            at_start = gmem.starts + tl.cast(segment_index, tl.int64) * V * K
             dS = add_rows(dS, at_start, vs, keys, in_v, in_keys, K, NK)
         elif not ENDS:
             dS = add_column_major(dS, at_dstate, vs, keys, in_v, in_keys, V, NK)
-        for back in tl.range(0, last - first, num_stages=STAGES):
+        for back in tl.range(0, last - first, num_stages=traits.STAGES):
             c = last - 1 - back
             in_time = i < length - c * C
             row = start + c * C
@@ -122,34 +133,34 @@ def reverse_kernel(
             chunk = tl.cast(slot + c, tl.int64) * HV + hv
             scratch_slot = first_scratch_slot + c - window_first
 
-            k_tiles, q_tiles = load_pairs(k, q, key_offset, i, keys, in_time, in_keys, H * K, NK)
-            do_T = tl.trans(load_rows(do + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
+            k_tiles, q_tiles = load_pairs(gmem.k, gmem.q, key_offset, i, keys, in_time, in_keys, H * K, NK)
+            do_T = tl.trans(load_rows(gmem.do + (row * HV + hv) * V, i, vs, in_time, in_v, HV * V))
             if not ENDS:
-                at = dstates + (tl.cast(scratch_slot, tl.int64) * HV + hv) * V * K
+                at = gmem.dstates + (tl.cast(scratch_slot, tl.int64) * HV + hv) * V * K
                 store_state_tiles(at, dS, column, keys, in_keys, V, K, True, NK)
 
             if DELTA:
-                T_hi = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 0)
-                T_lo = load_inverse(wy_tiles, chunk, i, C, TERMS, 1) if TERMS == 2 else T_hi
+                T_hi = load_inverse(gmem.wy_tiles, chunk, i, C, WY_TERMS, 0)
+                T_lo = load_inverse(gmem.wy_tiles, chunk, i, C, TERMS, 1) if TERMS == 2 else T_hi
             if DELTA or DECAY == "channel":
-                P_hi = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 0))
+                P_hi = tl.trans(load_p_transposed(gmem.wy_tiles, dtype, chunk, i, C, WY_TERMS, 0))
                 if P_TERMS == 2:
-                    P_lo = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, TERMS, 1))
+                    P_lo = tl.trans(load_p_transposed(gmem.wy_tiles, dtype, chunk, i, C, TERMS, 1))
             # dx = P^T do + (2^(Gend - G) k) dS'
             if DPLR and not ENDS:
-                R = tl.trans(load_p_transposed(wy_tiles, dtype, chunk, i, C, WY_TERMS, 1))
-                v_key_tile = load_rows(v_key + key_offset, i, keys[0], in_time, in_keys[0], H * K)
+                R = tl.trans(load_p_transposed(gmem.wy_tiles, dtype, chunk, i, C, WY_TERMS, 1))
+                v_key_tile = load_rows(gmem.v_key + key_offset, i, keys[0], in_time, in_keys[0], H * K)
                 dvalue = tl.dot(dS[0].to(dtype), tl.trans(v_key_tile), input_precision=PREC)
                 for t in tl.static_range(1, NK):
-                    v_key_tile = load_rows(v_key + key_offset, i, keys[t], in_time, in_keys[t], H * K)
+                    v_key_tile = load_rows(gmem.v_key + key_offset, i, keys[t], in_time, in_keys[t], H * K)
                     dvalue = tl.dot(dS[t].to(dtype), tl.trans(v_key_tile), dvalue, input_precision=PREC)
                 dvalue = tl.dot(do_T, R, dvalue, input_precision=PREC)
             dx = tl.zeros([BV, C], tl.float32)
             for t in tl.static_range(NK):
                 dx = dot_split_lhs(dS[t], tl.trans(k_tiles[t]), dx, dtype, TERMS, PREC)
             if DECAY != "none" and DECAY != "channel":
-                G, G_before, G_end = cumulative_decays(gates, chunk, i, C)
-                G_read = G_before if READ_BEFORE else G
+                G, G_before, G_end = cumulative_decays(gmem.gates, chunk, i, C)
+                G_read = G_before if traits.READ_BEFORE else G
                 dx *= tl.exp2(G_end - G)[None, :]
             if not DELTA and DECAY != "channel":
                 P_hi = dot_transposed(q_tiles, k_tiles, PREC, NK)
@@ -163,33 +174,41 @@ def reverse_kernel(
             # du = T^T dx
             if DELTA:
                 dx = dot_inverse(dx, T_hi, T_lo, dtype, TERMS, PREC)
-            if (DELTA or WRITE) and not DU_IS_DV and not ENDS:
-                store_transposed(du + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V)
+            if (DELTA or traits.WRITE) and not traits.DU_IS_DV and not ENDS:
+                store_transposed(
+                    gmem.du + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V, dx, C, column, HV * V, V
+                )
             # dS0 = 2^Gend dS' + scale (2^G'' q)^T do - (c e)^T du
             doq = do_T.to(tl.float32) * scale
             if DECAY == "channel":
                 doq = do_T
-                dS = scaled_by_channel(dS, gates, chunk, keys, in_keys, K, C, NK)
+                dS = scaled_by_channel(dS, gmem.gates, chunk, keys, in_keys, K, C, NK)
             elif DECAY != "none":
                 doq *= tl.exp2(G_read)[None, :]
                 dS = scaled(dS, tl.exp2(G_end), NK)
             dS = add_dot(dS, doq.to(dtype), q_tiles, PREC, NK)
             if not ENDS:
                 if DPLR:
-                    B = load_inverse(wy_tiles, chunk, i, C, WY_TERMS, 1)
+                    B = load_inverse(gmem.wy_tiles, chunk, i, C, WY_TERMS, 1)
                     dvalue += dot_inverse(dx, B, B, dtype, 1, PREC)
                 else:
                     dvalue = dx
-                if WRITE:
-                    write = load_write_strengths(gates, chunk, i, K, C, DECAY)
-                    dvalue = dx * (clamp_away_from_zero(write, MIN_BETA) if DU_IS_DV else write)[None, :]
-                store_transposed(dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
+                if traits.WRITE:
+                    write = load_write_strengths(gmem.gates, chunk, i, K, C, DECAY)
+                    dvalue = dx * (clamp_away_from_zero(write, traits.MIN_BETA) if traits.DU_IS_DV else write)[None, :]
+                store_transposed(gmem.dv + (row * HV + hv) * V, dvalue, length - c * C, column, HV * V, V)
             if DELTA:
-                e_tiles = load_tiles(e + key_offset, i, keys, in_time, in_keys, H * K, NK) if ERASE_KEY else k_tiles
-                due = dx if DPLR else -dx if DECAY == "channel" else dx * -load_gate(gates, chunk, 1, i, C)[None, :]
+                e_tiles = (
+                    load_tiles(gmem.e + key_offset, i, keys, in_time, in_keys, H * K, NK)
+                    if traits.ERASE_KEY
+                    else k_tiles
+                )
+                due = (
+                    dx if DPLR else -dx if DECAY == "channel" else dx * -load_gate(gmem.gates, chunk, 1, i, C)[None, :]
+                )
                 dS = add_dot_split(dS, due, e_tiles, dtype, TERMS, PREC, NK)
         if ENDS:
-            at_end = ends + tl.cast(segment_index, tl.int64) * (V + K) * K
+            at_end = gmem.ends + tl.cast(segment_index, tl.int64) * (V + K) * K
             store_tiles(at_end, dS, vs, keys, in_v, in_keys, K, NK)
         elif segment == 0:
             at_dstate += opaque_zero(last, 30)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
+
 
 @triton.jit
 def zero_rows(x, first, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
@@ -13,31 +15,34 @@ def zero_rows(x, first, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(x + offset, tl.zeros([BLOCK], x.dtype.element_ty), mask=offset < end)
 
 
+@takes(
+    pointers="v q k e log_decay b w cu",
+    traits="HK HV V DECAYS BLOCK",
+)
 @triton.jit(do_not_specialize=["N", "T"])
-def zero_tail_kernel(
-    v, q, k, e, log_decay, b, w, cu, N, T,
-    HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def zero_tail_kernel(gmem, N, T, traits: tl.constexpr):
     """Zero the rows from cu[N] on of v [T, HV, V], of q, k, e [T, H, K], b, w [T, HV] and log_decay
     [T, DECAYS]; None: skipped.
 
     No kernel of the scan visits these rows, and their number is known on the device only. Usually there are none; then
     every program reads one bound and exits. Grid: any number of programs. HK = H K.
     """
-    first = tl.load(cu + N).to(tl.int64)
+    HV: tl.constexpr = traits.HV
+    BLOCK: tl.constexpr = traits.BLOCK
+    first = tl.load(gmem.cu + N).to(tl.int64)
     last = tl.cast(T, tl.int64)
     if first < last:
-        if v is not None:
-            zero_rows(v, first, last, HV * V, BLOCK)
-        if q is not None:
-            zero_rows(q, first, last, HK, BLOCK)
-        if k is not None:
-            zero_rows(k, first, last, HK, BLOCK)
-        if e is not None:
-            zero_rows(e, first, last, HK, BLOCK)
-        if log_decay is not None:
-            zero_rows(log_decay, first, last, DECAYS, BLOCK)
-        if b is not None:
-            zero_rows(b, first, last, HV, BLOCK)
-        if w is not None:
-            zero_rows(w, first, last, HV, BLOCK)
+        if gmem.v is not None:
+            zero_rows(gmem.v, first, last, HV * traits.V, BLOCK)
+        if gmem.q is not None:
+            zero_rows(gmem.q, first, last, traits.HK, BLOCK)
+        if gmem.k is not None:
+            zero_rows(gmem.k, first, last, traits.HK, BLOCK)
+        if gmem.e is not None:
+            zero_rows(gmem.e, first, last, traits.HK, BLOCK)
+        if gmem.log_decay is not None:
+            zero_rows(gmem.log_decay, first, last, traits.DECAYS, BLOCK)
+        if gmem.b is not None:
+            zero_rows(gmem.b, first, last, HV, BLOCK)
+        if gmem.w is not None:
+            zero_rows(gmem.w, first, last, HV, BLOCK)

@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.channel_gradients import BY_KEY, sum_from_token
 from deltazoo.backends.triton.chunk.kernels.sm90.channel_levels import add_halves, keep_tokens
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
@@ -116,32 +117,39 @@ def add_level(
     return add_halves(dq_tile, dk_tile, upper, factors, multiply_pairs(dP_s, read_s, LEVEL))
 
 
+@takes(
+    pointers="q k v log_decay w do states dstates du dq dk dlog_decay dgates partial cu",
+    traits="H HV K V C BK WRITE READ_BEFORE HAS_STATE PACKED UNIT IN_GRADIENTS",
+)
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def sm90_additive_gradients_kernel(
-    q, k, v, log_decay, w, do, states, dstates, du, dq, dk, dlog_decay, dgates, partial, cu, N, slots,
-    num_scratch_slots, scale, T, window, windows,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-    WRITE: gl.constexpr, READ_BEFORE: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
-    IN_GRADIENTS: gl.constexpr,
-):  # fmt: skip
+def sm90_additive_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, windows, traits: gl.constexpr):
     """Parameters and results as in portable/channel/gradients.py; channel_gradients.py explains IN_GRADIENTS."""
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    BK: gl.constexpr = traits.BK
+    WRITE: gl.constexpr = traits.WRITE
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
+    PACKED: gl.constexpr = traits.PACKED
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
-    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
+    gl.static_assert(gmem.states.dtype == gmem.k.dtype and gmem.k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
     NUM_STAGES: gl.constexpr = min(NV, 2)
     GROUP: gl.constexpr = HV // H
     MASK_K: gl.constexpr = K % 64 != 0
-    STATE_STEP: gl.constexpr = 0 if IN_GRADIENTS else 64 * K
-    gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
-    dtype: gl.constexpr = states.dtype.element_ty
+    STATE_STEP: gl.constexpr = 0 if traits.IN_GRADIENTS else 64 * K
+    gl.static_assert(not traits.IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
+    dtype: gl.constexpr = gmem.states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
     start, length, slot, c, in_use = locate_scratch_chunk(
-        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, PACKED
     )  # fmt: skip
     if in_use:
         tokens_left = length - c * C
@@ -158,18 +166,18 @@ def sm90_additive_gradients_kernel(
         do_s = allocate_tiles(dtype, NUM_STAGES)
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        do_at = copy_pointers(do + value, HV * V)
-        x_at = copy_pointers(v + value, HV * V)
+        do_at = copy_pointers(gmem.do + value, HV * V)
+        x_at = copy_pointers(gmem.v + value, HV * V)
         buffers = (do_s, do_s, x_s, S_s, dS_s)
         row = token * HV + hv
         for tv in gl.static_range(NUM_STAGES):
             S_at, dS_at = state_pointers(
-                tv, states, dstates, dq, dk, row, scratch_row, column, HV, K, V, IN_GRADIENTS
+                tv, gmem.states, gmem.dstates, gmem.dq, gmem.dk, row, scratch_row, column, HV, K, V, traits.IN_GRADIENTS
             )  # fmt: skip
             pointers = (do_at, do_at, x_at, S_at, dS_at)
             copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, False, STATE_STEP)
-        copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
-        copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        copy_tile_async(k_s, copy_pointers(gmem.k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        copy_tile_async(q_s, copy_pointers(gmem.q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
 
         i = gl.arange(0, C, gl.SliceLayout(1, BY_KEY))
@@ -180,13 +188,13 @@ def sm90_additive_gradients_kernel(
         in_channel = (i < tokens_left)[:, None]
         if MASK_K:
             in_channel = in_channel & (ks < K - column)[None, :]
-        g = gl.load(log_decay + first_channel + at_token, mask=in_channel, other=0.0)
+        g = gl.load(gmem.log_decay + first_channel + at_token, mask=in_channel, other=0.0)
 
         t = gl.arange(0, C, ACC_ROWS)
         j = gl.arange(0, C, ACC_COLUMNS)
         if WRITE:
-            write = gl.load(w + (token + t) * HV + hv, mask=t < tokens_left, other=0.0).to(gl.float32)
-            write_j = gl.load(w + (token + j) * HV + hv, mask=j < tokens_left, other=0.0).to(gl.float32)
+            write = gl.load(gmem.w + (token + t) * HV + hv, mask=t < tokens_left, other=0.0).to(gl.float32)
+            write_j = gl.load(gmem.w + (token + j) * HV + hv, mask=j < tokens_left, other=0.0).to(gl.float32)
 
         dq_tile = gl.zeros([C, BK], gl.float32, ACC)  # do S^T
         dk_tile = gl.zeros([C, BK], gl.float32, ACC)  # x dS'^T
@@ -264,23 +272,23 @@ def sm90_additive_gradients_kernel(
         if READ_BEFORE:
             early_terms = gl.convert_layout(q_dq, BY_KEY)
             dg += sum_from_token(early_terms) - early_terms
-        if not HAS_STATE:  # the first decay of a sequence scales nothing
+        if not traits.HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where((c * C + i > 0)[:, None], dg, 0.0)
-        gl.store(dlog_decay + first_channel + at_token, dg, mask=in_channel)
+        gl.store(gmem.dlog_decay + first_channel + at_token, dg, mask=in_channel)
         if not READ_BEFORE:
             dq_tile += read_diagonal[:, None] * k_tile
             dk_tile += read_diagonal[:, None] * q_tile
 
         if GROUP > 1:
             partial_size = num_scratch_slots.to(gl.int64) * C * HV * K
-            dq_at = partial + (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
+            dq_at = gmem.partial + (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
             dk_at = dq_at + partial_size
         else:
-            dq_at = dq + key
-            dk_at = dk + key
+            dq_at = gmem.dq + key
+            dk_at = gmem.dk + key
         store_accumulator(dq_at, dq_tile, HV * K, tokens_left, K - column, MASK_K)
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE:
             gate_row = tile.to(gl.int64) * slots * HV + slot.to(gl.int64) * HV + hv
-            dgates_at = dgates + gate_row * 3 * C
-            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)
+            dgates_at = gmem.dgates + gate_row * 3 * C
+            store_write_sums(dgates_at, gmem.v, value, gmem.du, local_value, tile, tokens_left, HV, V, NK)

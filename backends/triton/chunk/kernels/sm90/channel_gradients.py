@@ -36,6 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.channel_levels import (
     N16_ROWS,
     add_level,
@@ -126,36 +127,42 @@ def store_transposed(base, x, stride: gl.constexpr, rows, columns, MASK_COLUMNS:
     store_tile(base, staging, stride, rows, columns, True, MASK_COLUMNS)
 
 
+@takes(
+    pointers="q k e v log_decay b do states dstates v_new du dq dk de dlog_decay dgates partial cu",
+    traits=(
+        "H HV K V C BK ERASE_KEY ERASE_CHANNELS ERASE WRITE STORED_DU ERASE_PREVIOUS READ_BEFORE HAS_STATE PACKED "
+        "MIN_BETA UNIT IN_GRADIENTS"
+    ),
+)
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def sm90_channel_gradients_kernel(
-    q, k, e, v, log_decay, b, do, states, dstates, v_new, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
-    slots, num_scratch_slots, scale, T, window, windows,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-    ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
-    WRITE: gl.constexpr, STORED_DU: gl.constexpr,
-    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr,
-    MIN_BETA: gl.constexpr, UNIT: gl.constexpr, IN_GRADIENTS: gl.constexpr,
-):  # fmt: skip
+def sm90_channel_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, windows, traits: gl.constexpr):
     """Parameters and results as in portable/channel/gradients.py; the docstring of this file explains IN_GRADIENTS."""
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    BK: gl.constexpr = traits.BK
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
-    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
+    gl.static_assert(gmem.states.dtype == gmem.k.dtype and gmem.k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
     NUM_STAGES: gl.constexpr = min(NV, 2)
     GROUP: gl.constexpr = HV // H
     MASK_K: gl.constexpr = K % 64 != 0
-    STATE_STEP: gl.constexpr = 0 if IN_GRADIENTS else 64 * K
-    gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
-    RECOVER_DU: gl.constexpr = WRITE and not STORED_DU  # du holds dv = b du
-    ANY_EARLY: gl.constexpr = READ_BEFORE or ERASE_PREVIOUS
-    dtype: gl.constexpr = states.dtype.element_ty
+    STATE_STEP: gl.constexpr = 0 if traits.IN_GRADIENTS else 64 * K
+    gl.static_assert(not traits.IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not traits.PACKED))
+    RECOVER_DU: gl.constexpr = traits.WRITE and not traits.STORED_DU  # du holds dv = b du
+    ANY_EARLY: gl.constexpr = READ_BEFORE or traits.ERASE_PREVIOUS
+    dtype: gl.constexpr = gmem.states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
     start, length, slot, c, in_use = locate_scratch_chunk(
-        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
     )  # fmt: skip
     if in_use:
         tokens_left = length - c * C
@@ -166,7 +173,7 @@ def sm90_channel_gradients_kernel(
         scratch_row = scratch_slot.to(gl.int64) * HV + hv
         local_value = (scratch_slot.to(gl.int64) * C * HV + hv) * V
         gate_row = tile.to(gl.int64) * slots * HV + slot.to(gl.int64) * HV + hv
-        dgates_at = dgates + gate_row * 3 * C
+        dgates_at = gmem.dgates + gate_row * 3 * C
 
         S_s = allocate_tiles(dtype, NUM_STAGES)
         dS_s = allocate_tiles(dtype, NUM_STAGES)
@@ -175,22 +182,22 @@ def sm90_channel_gradients_kernel(
         du_s = allocate_tiles(dtype, NUM_STAGES)
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        e_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE) if ERASE_KEY else k_s
-        do_at = copy_pointers(do + value, HV * V)
-        du_at = copy_pointers(du + (local_value if STORED_DU else value), HV * V)
-        x_at = copy_pointers(v_new + local_value, HV * V)
+        e_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE) if traits.ERASE_KEY else k_s
+        do_at = copy_pointers(gmem.do + value, HV * V)
+        du_at = copy_pointers(gmem.du + (local_value if traits.STORED_DU else value), HV * V)
+        x_at = copy_pointers(gmem.v_new + local_value, HV * V)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         row = token * HV + hv
         for tv in gl.static_range(NUM_STAGES):
             S_at, dS_at = state_pointers(
-                tv, states, dstates, dq, dk, row, scratch_row, column, HV, K, V, IN_GRADIENTS
+                tv, gmem.states, gmem.dstates, gmem.dq, gmem.dk, row, scratch_row, column, HV, K, V, traits.IN_GRADIENTS
             )  # fmt: skip
             pointers = (do_at, du_at, x_at, S_at, dS_at)
             copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, True, STATE_STEP)
-        copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
-        copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
-        if ERASE_KEY:
-            e_at = copy_pointers(e + key, H * K)
+        copy_tile_async(k_s, copy_pointers(gmem.k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        copy_tile_async(q_s, copy_pointers(gmem.q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        if traits.ERASE_KEY:
+            e_at = copy_pointers(gmem.e + key, H * K)
             copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
 
@@ -202,14 +209,14 @@ def sm90_channel_gradients_kernel(
         in_keys = (ks < K - column)[None, :] if MASK_K else (ks >= 0)[None, :]
         in_channel = (i % 32 < tokens_left - i // 32 * 32)[:, None] & in_keys
         barrier()  # ptxas would issue the loads of g before the copies
-        g = gl.load(log_decay + first_channel + at_token, mask=in_channel, other=0.0)
+        g = gl.load(gmem.log_decay + first_channel + at_token, mask=in_channel, other=0.0)
 
         t = gl.arange(0, C, ACC_ROWS)
         j = gl.arange(0, C, ACC_COLUMNS)
         in_sequence = t < tokens_left
         erase_s = gl.allocate_shared_memory(gl.float32, [64], SMEM_VECTOR)
-        if ERASE:
-            erase = gl.load(b + (token + t) * HV + hv, mask=in_sequence, other=0.0).to(gl.float32)
+        if traits.ERASE:
+            erase = gl.load(gmem.b + (token + t) * HV + hv, mask=in_sequence, other=0.0).to(gl.float32)
             erase_s.store(erase)
 
         dq_tile = gl.zeros([BK, C], gl.float32, ACC)  # S do^T
@@ -250,7 +257,7 @@ def sm90_channel_gradients_kernel(
             0, deps=[dq_tile, dP, dy_tile, dA, dk_tile, S_t, dS_t, x_t, do_t, du_t]
         )
         async_copy.wait_group(0)  # of k, q and e; wgmma does not read them
-        if ERASE_CHANNELS:  # e has the erase strengths: replace them by the erase keys, strengths times k
+        if traits.ERASE_CHANNELS:  # e has the erase strengths: replace them by the erase keys, strengths times k
             barrier()
             e_s.store(to_16_bits(to_float32(e_s.load(ACC)) * to_float32(k_s.load(ACC)), dtype))
 
@@ -273,15 +280,15 @@ def sm90_channel_gradients_kernel(
         A_s = allocate_pair_tiles(dtype)
         if RECOVER_DU:  # dA is dv x^T so far
             gl.store(dgates_at + 2 * C + t, gl.sum(gl.where(t[:, None] == j[None, :], dA, 0.0), 1))
-            store_pairs(-dA, dA * (1.0 / clamp_away_from_zero(erase, MIN_BETA))[:, None], A_s)
-            dy_tile *= (1.0 / clamp_away_from_zero(erase_s.load(ACC_COLUMNS), MIN_BETA))[None, :]
+            store_pairs(-dA, dA * (1.0 / clamp_away_from_zero(erase, traits.MIN_BETA))[:, None], A_s)
+            dy_tile *= (1.0 / clamp_away_from_zero(erase_s.load(ACC_COLUMNS), traits.MIN_BETA))[None, :]
         else:
-            store_pairs(-dA * erase[:, None] if ERASE else -dA, dA, A_s)
+            store_pairs(-dA * erase[:, None] if traits.ERASE else -dA, dA, A_s)
         fence_async_shared()
         barrier()
         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
         G_read = G_before if READ_BEFORE else G
-        G_erase = G_before if ERASE_PREVIOUS else G
+        G_erase = G_before if traits.ERASE_PREVIOUS else G
         dq_parts = split_column_blocks(dq_tile)
         dk_parts = split_column_blocks(dk_tile)
         dy_parts = split_column_blocks(dy_tile)
@@ -301,14 +308,14 @@ def sm90_channel_gradients_kernel(
             if ANY_EARLY:  # load again: both take twice the registers of G
                 G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
             dq_parts, dy_parts, dk_parts = add_level_5(
-                dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, ERASE_PREVIOUS, READ_BEFORE
+                dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, traits.ERASE_PREVIOUS, READ_BEFORE
             )  # fmt: skip
         for half in gl.static_range(2):
             for _ in range(0, once):
                 if ANY_EARLY:  # load again: both take twice the registers of G
                     G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                 dq_parts, dy_parts, dk_parts = add_level_4(
-                    dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, ERASE_PREVIOUS,
+                    dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, traits.ERASE_PREVIOUS,
                     READ_BEFORE,
                 )  # fmt: skip
         for level in gl.static_range(4):
@@ -318,7 +325,7 @@ def sm90_channel_gradients_kernel(
                         G, G_before = load_decays(G_s, G_before_s, ANY_EARLY)
                     dq_parts, dy_parts, dk_parts = add_level(
                         dq_parts, dy_parts, dk_parts, G, G_before, P_s, A_s, q_s, e_s, k_s, 2 * half, 3 - level,
-                        ERASE_KEY, ERASE_PREVIOUS, READ_BEFORE,
+                        traits.ERASE_KEY, traits.ERASE_PREVIOUS, READ_BEFORE,
                     )  # fmt: skip
 
         dq_tile = join_blocks(dq_parts)
@@ -331,13 +338,13 @@ def sm90_channel_gradients_kernel(
             late_terms += q_dq
         dy_tile = join_blocks(dy_parts)
         erase_j = erase_s.load(ACC_COLUMNS)
-        e_tile = to_float32(e_s.permute((1, 0)).load(ACC)) if ERASE_KEY else k_tile
+        e_tile = to_float32(e_s.permute((1, 0)).load(ACC)) if traits.ERASE_KEY else k_tile
         e_de = e_tile * dy_tile
-        if ERASE:
+        if traits.ERASE:
             e_de *= erase_j[None, :]
-        if not ERASE_PREVIOUS:
+        if not traits.ERASE_PREVIOUS:
             late_terms -= e_de
-        if ERASE_CHANNELS:  # load the strengths again, for dk
+        if traits.ERASE_CHANNELS:  # load the strengths again, for dk
             barrier()
             copy_tile_async(e_s, e_at, 0, tokens_left, K - column, True, MASK_K)
             async_copy.commit_group()
@@ -348,17 +355,17 @@ def sm90_channel_gradients_kernel(
             early_terms = gl.zeros([BK, C], gl.float32, ACC)
             if READ_BEFORE:
                 early_terms += q_dq
-            if ERASE_PREVIOUS:
+            if traits.ERASE_PREVIOUS:
                 early_terms -= e_de
             early_s = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_BY_TOKEN)
             early_s.store(early_terms)
             early_terms = early_s.permute((1, 0)).load(BY_KEY)
             dg += sum_from_token(early_terms) - early_terms
-        if not HAS_STATE:  # the first decay of a sequence scales nothing
+        if not traits.HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where((c * C + i > 0)[:, None], dg, 0.0)
         # compared again: the results of the first comparisons would take registers until here
         in_channel = (i % 32 < tokens_left + opaque_zero(c, 25) - i // 32 * 32)[:, None] & in_keys
-        gl.store(dlog_decay + first_channel + at_token, dg, mask=in_channel)
+        gl.store(gmem.dlog_decay + first_channel + at_token, dg, mask=in_channel)
         if not READ_BEFORE:
             diagonal = diagonal_s.load(ACC_COLUMNS)[None, :]
             dq_tile += diagonal * k_tile
@@ -366,28 +373,28 @@ def sm90_channel_gradients_kernel(
 
         if GROUP > 1:
             partial_size = num_scratch_slots.to(gl.int64) * C * HV * K
-            dq_at = partial + (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
+            dq_at = gmem.partial + (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
             dk_at = dq_at + partial_size
             de_at = dk_at + partial_size
         else:
-            dq_at = dq + key
-            dk_at = dk + key
-            de_at = de + key if ERASE_KEY else dk_at
+            dq_at = gmem.dq + key
+            dk_at = gmem.dk + key
+            de_at = gmem.de + key if traits.ERASE_KEY else dk_at
         store_transposed(dq_at, dq_tile, HV * K, tokens_left, K - column, MASK_K)
-        if ERASE:
-            dy_tile *= -clamp_away_from_zero(erase_j, MIN_BETA)[None, :]
+        if traits.ERASE:
+            dy_tile *= -clamp_away_from_zero(erase_j, traits.MIN_BETA)[None, :]
             gl.store(dgates_at + C + j, gl.sum(e_tile * dy_tile, 0))
         else:
             dy_tile = -dy_tile
-        if ERASE_CHANNELS:
+        if traits.ERASE_CHANNELS:
             async_copy.wait_group(0)
             barrier()
             dk_tile += to_float32(e_s.permute((1, 0)).load(ACC)) * dy_tile
             dy_tile *= to_float32(k_s.permute((1, 0)).load(ACC))
-        if ERASE_KEY:
+        if traits.ERASE_KEY:
             store_transposed(de_at, dy_tile, HV * K, tokens_left, K - column, MASK_K)
         else:
             dk_tile += dy_tile
         store_transposed(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
-        if WRITE and not RECOVER_DU:
-            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)
+        if traits.WRITE and not RECOVER_DU:
+            store_write_sums(dgates_at, gmem.v, value, gmem.du, local_value, tile, tokens_left, HV, V, NK)

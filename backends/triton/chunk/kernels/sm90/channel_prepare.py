@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.channel_levels import join_columns
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     ACC,
@@ -191,27 +192,32 @@ def scaled_products(block, level_32, level_16, row_scales, scale, column_scales,
     return order_tokens(to_16_bits(x0, dtype), to_16_bits(x1, dtype), to_16_bits(x2, dtype), to_16_bits(x3, dtype))
 
 
+@takes(
+    pointers="q k e log_decay b w gates decay_bounds wy_tiles scaled cu",
+    traits="H HV K C DELTA ERASE_KEY ERASE_CHANNELS ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED",
+)
 @gluon.jit(do_not_specialize=["N", "T"])
-def sm90_channel_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
-    DELTA: gl.constexpr, ERASE_KEY: gl.constexpr, ERASE_CHANNELS: gl.constexpr, ERASE: gl.constexpr,
-    WRITE: gl.constexpr, ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def sm90_channel_prepare_kernel(gmem, N, T, scale, traits: gl.constexpr):
     """Parameters and results as in portable/channel/prepare.py. Launch with 4 warps."""
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    C: gl.constexpr = traits.C
+    DELTA: gl.constexpr = traits.DELTA
+    PACKED: gl.constexpr = traits.PACKED
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = gmem.q.dtype.element_ty
     SCALED: gl.constexpr = dtype != gl.float16
     NT: gl.constexpr = (K + 31) // 32
-    OWN: gl.constexpr = DELTA and ERASE_KEY
-    GATES_BEFORE: gl.constexpr = DELTA and ERASE_PREVIOUS
+    OWN: gl.constexpr = DELTA and traits.ERASE_KEY
+    GATES_BEFORE: gl.constexpr = DELTA and traits.ERASE_PREVIOUS
     pid = gl.program_id(0)
     slot = pid // HV
     hv = pid % HV
     h = hv // (HV // H)
-    n = find_sequence(slot, cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_chunk_slot(n, cu, T, C, PACKED)) * C
+    n = find_sequence(slot, gmem.cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
+    start, length = sequence_bounds(n, gmem.cu, T, PACKED)
+    t0 = (slot - first_chunk_slot(n, gmem.cu, T, C, PACKED)) * C
     if t0 < length:
         token = start + t0
         k_s = gl.allocate_shared_memory(dtype, [NT, 64, 32], SMEM_N32)
@@ -230,27 +236,27 @@ def sm90_channel_prepare_kernel(
         for tile in gl.static_range(NT):
             mask = in_time[:, :, None] & (tile * 32 + channel < K)
             at = even * (H * K) + (tile * 32 + channel)
-            async_load(k_s.index(tile).reshape([4, 16, 32]), k + key + at + odd * (H * K), mask=mask)
-            async_load(q_s.index(tile).reshape([4, 16, 32]), q + key + at + odd * (H * K), mask=mask)
+            async_load(k_s.index(tile).reshape([4, 16, 32]), gmem.k + key + at + odd * (H * K), mask=mask)
+            async_load(q_s.index(tile).reshape([4, 16, 32]), gmem.q + key + at + odd * (H * K), mask=mask)
             if OWN:
-                async_load(e_s.index(tile).reshape([4, 16, 32]), e + key + at + odd * (H * K), mask=mask)
+                async_load(e_s.index(tile).reshape([4, 16, 32]), gmem.e + key + at + odd * (H * K), mask=mask)
         async_copy.commit_group()
-        gate_at = log_decay + value_head + (even * (HV * K) + channel) + odd * (HV * K)
+        gate_at = gmem.log_decay + value_head + (even * (HV * K) + channel) + odd * (HV * K)
         in_tile = in_time[:, :, None] & (channel < K)
         next_decay = gl.load(gate_at, mask=in_tile, other=0.0)
         chunk = slot.to(gl.int64) * HV + hv
-        gate_row = gates + chunk * (K + C)
+        gate_row = gmem.gates + chunk * (K + C)
         gate = (token + row) * HV + hv
         erase = gl.full([4, 16], 1.0, gl.float32, TOKENS)
-        if DELTA and ERASE:
-            erase = gl.load(b + gate, mask=in_time, other=0.0).to(gl.float32)
-        if WRITE:  # stored after the wait for the copies, because the store waits for the load
-            write = gl.load(w + gate, mask=in_time, other=0.0)
-        gl.store(decay_bounds + chunk, 0.0)
+        if DELTA and traits.ERASE:
+            erase = gl.load(gmem.b + gate, mask=in_time, other=0.0).to(gl.float32)
+        if traits.WRITE:  # stored after the wait for the copies, because the store waits for the load
+            write = gl.load(gmem.w + gate, mask=in_time, other=0.0)
+        gl.store(gmem.decay_bounds + chunk, 0.0)
         async_copy.wait_group(0)
-        if WRITE:
+        if traits.WRITE:
             gl.store(gate_row + (K + row), write.to(gl.float32))
-        if ERASE_CHANNELS:  # the erase keys; no barrier: every thread reads elements that it copied
+        if traits.ERASE_CHANNELS:  # the erase keys; no barrier: every thread reads elements that it copied
             for tile in gl.static_range(NT):
                 e_tile = to_float32(load_tile(e_s, tile)) * to_float32(load_tile(k_s, tile))
                 e_s.index(tile).reshape([4, 16, 32]).store(to_16_bits(e_tile, dtype))
@@ -292,7 +298,7 @@ def sm90_channel_prepare_kernel(
         is_upper_32_c = w_c >= 2
         ones = gl.full([4, 32], 1.0, gl.float32, LANE_CHANNELS)
         tile_size = (T.to(gl.int64) if PACKED else N.to(gl.int64) * T) * HV * K
-        Q_at = scaled + value_head + (even * (HV * K) + channel) + odd * (HV * K)
+        Q_at = gmem.scaled + value_head + (even * (HV * K) + channel) + odd * (HV * K)
         k_decayed_at = Q_at + tile_size
         E_at = k_decayed_at + tile_size
         for tile in range(NT):
@@ -302,10 +308,10 @@ def sm90_channel_prepare_kernel(
             k_tile = to_float32(scale_rows(load_tile(k_s, tile), k_down, SCALED))
             q_tile = to_float32(scale_rows(load_tile(q_s, tile), q_down, SCALED))
             e_tile = to_float32(scale_rows(load_tile(e_s, tile), e_down, SCALED)) if OWN else k_tile
-            if not READ_BEFORE:
+            if not traits.READ_BEFORE:
                 q_k += gl.sum(gl.reshape(q_tile * k_tile, [4, 16, 4, 8]), 3)
             k_tile, q_tile, e_tile, total, blocks = level_products(
-                a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, GATES_BEFORE, READ_BEFORE
+                a, k_tile, q_tile, e_tile, blocks, DELTA, OWN, GATES_BEFORE, traits.READ_BEFORE
             )
             if DELTA:
                 store_tile(k16, tile, k_tile if APART else choose_by_warp(1, e_tile, k_tile))
@@ -374,8 +380,8 @@ def sm90_channel_prepare_kernel(
             L_s = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
             L_s.store(scaled_products(A_block, A_32, A_16, e_up_s, 1.0, k_up_s, gl.float16))
             l0, l1, l2, l3 = split_column_blocks(L_s.load(ACC))
-            buffers = allocate_inverse_buffers(wy_tiles.dtype.element_ty)
-            invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk, buffers)
+            buffers = allocate_inverse_buffers(gmem.wy_tiles.dtype.element_ty)
+            invert_and_store(l0, l1, l2, l3, P_s, gmem.wy_tiles, chunk, buffers)
         else:
             barrier()
-            store_p_alone(P_s, wy_tiles + chunk * (C * (C + 8)))
+            store_p_alone(P_s, gmem.wy_tiles + chunk * (C * (C + 8)))

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     SMEM_TILE,
     allocate_tiles,
@@ -77,27 +78,31 @@ def add_by_key(vector, x_s, terms):
     return vector + gl.sum(to_float32(x_s.load(ACC)) * terms, 0)
 
 
+@takes(
+    pointers="q k e v_key v log_decay do gates states dstates v_new du dq dk de dv_key dlog_decay cu",
+    traits="HV K V C READ_BEFORE HAS_STATE PACKED UNIT",
+)
 @gluon.jit(do_not_specialize=["N", "T", "window", "windows"])
-def sm90_dplr_gradients_kernel(
-    q, k, e, v_key, v, log_decay, do, gates, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale,
-    T, window, windows,
-    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    READ_BEFORE: gl.constexpr, HAS_STATE: gl.constexpr, PACKED: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
+def sm90_dplr_gradients_kernel(gmem, N, scale, T, window, windows, traits: gl.constexpr):
     """Parameters and results as in portable/channel/dplr_gradients.py. Launch with 8 warps."""
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
     gl.static_assert(C == 64 and K % 64 == 0 and V % 64 == 0 and V <= 128)
-    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
+    gl.static_assert(gmem.states.dtype == gmem.k.dtype and gmem.k.dtype.element_ty.primitive_bitwidth == 16)
     NK: gl.constexpr = K // 64
     NV: gl.constexpr = V // 64
-    dtype: gl.constexpr = states.dtype.element_ty
+    dtype: gl.constexpr = gmem.states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
     hv = pid // NK % HV
     scratch_slot = pid // NK // HV
     start, length, slot, c, in_use = locate_scratch_chunk(
-        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED, LANES
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED, LANES
     )  # fmt: skip
-    is_strong = gl.load(gates + ((slot.to(gl.int64) * HV + hv) * (K + C) + K), mask=in_use, other=1.0)
+    is_strong = gl.load(gmem.gates + ((slot.to(gl.int64) * HV + hv) * (K + C) + K), mask=in_use, other=1.0)
     if is_strong == 0.0:
         tokens_left = length - c * C
         zero = opaque_zero(c, 30)
@@ -113,22 +118,22 @@ def sm90_dplr_gradients_kernel(
         S_s = allocate_tiles(dtype, NV)
         dS_s = allocate_tiles(dtype, NV)
         for tv in gl.static_range(NV):
-            copy_tile(do_s[tv], do + value + tv * 64, HV * V, tokens_left)
-            copy_tile(v_s[tv], v + value + tv * 64, HV * V, tokens_left)
-            copy_tile(du_s[tv], du + scratch_value + tv * 64, HV * V, 64)
-            copy_tile(x_s[tv], v_new + scratch_value + tv * 64, HV * V, 64)
-            copy_tile(S_s[tv], states + scratch_row * V * K + tv * 64 * K + tile * 64, K, 64)
-            copy_tile(dS_s[tv], dstates + scratch_row * V * K + tv * 64 * K + tile * 64, K, 64)
+            copy_tile(do_s[tv], gmem.do + value + tv * 64, HV * V, tokens_left)
+            copy_tile(v_s[tv], gmem.v + value + tv * 64, HV * V, tokens_left)
+            copy_tile(du_s[tv], gmem.du + scratch_value + tv * 64, HV * V, 64)
+            copy_tile(x_s[tv], gmem.v_new + scratch_value + tv * 64, HV * V, 64)
+            copy_tile(S_s[tv], gmem.states + scratch_row * V * K + tv * 64 * K + tile * 64, K, 64)
+            copy_tile(dS_s[tv], gmem.dstates + scratch_row * V * K + tv * 64 * K + tile * 64, K, 64)
         q_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         k_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         e_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         m_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
-        copy_tile(q_s, q + key, HV * K, tokens_left)
-        copy_tile(k_s, k + key, HV * K, tokens_left)
-        copy_tile(e_s, e + key, HV * K, tokens_left)
-        copy_tile(m_s, v_key + key, HV * K, tokens_left)
+        copy_tile(q_s, gmem.q + key, HV * K, tokens_left)
+        copy_tile(k_s, gmem.k + key, HV * K, tokens_left)
+        copy_tile(e_s, gmem.e + key, HV * K, tokens_left)
+        copy_tile(m_s, gmem.v_key + key, HV * K, tokens_left)
         async_copy.commit_group()
-        g = load_log2_decays(log_decay + key, HV * K, tokens_left, 8)
+        g = load_log2_decays(gmem.log_decay + key, HV * K, tokens_left, 8)
         rows_s = allocate_tiles(dtype, 2)
         g_s = (
             reinterpret(rows_s[0], gl.float16, [64, 64], SMEM_TILE),
@@ -201,8 +206,8 @@ def sm90_dplr_gradients_kernel(
         else:
             dq_tile += dP_diagonal[:, None] * to_float32(k_s.load(ACC))
             dq_tile += dR_diagonal[:, None] * to_float32(m_s.load(ACC))
-        store_tile(dq + key, dq_tile, HV * K, tokens_left)
-        store_tile(de + key, de_tile, HV * K, tokens_left)
+        store_tile(gmem.dq + key, dq_tile, HV * K, tokens_left)
+        store_tile(gmem.de + key, de_tile, HV * K, tokens_left)
 
         # dk and dm
         dk_tile = gl.zeros([64, 64], gl.float32, ACC)  # x dS'^T
@@ -234,8 +239,8 @@ def sm90_dplr_gradients_kernel(
             q_tile = to_float32(q_s.load(ACC))
             dk_tile += dP_diagonal[:, None] * q_tile
             dm_tile += dR_diagonal[:, None] * q_tile
-        store_tile(dk + key, dk_tile, HV * K, tokens_left)
-        store_tile(dv_key + key, dm_tile, HV * K, tokens_left)
+        store_tile(gmem.dk + key, dk_tile, HV * K, tokens_left)
+        store_tile(gmem.dv_key + key, dm_tile, HV * K, tokens_left)
 
         t = gl.arange(0, 64, ROWS)[:, None]
         columns = gl.arange(0, 64, COLUMNS)[None, :]
@@ -255,6 +260,6 @@ def sm90_dplr_gradients_kernel(
         dg = warpgroup_mma(later_s, second_s, dg, is_async=True)
         dg = warpgroup_mma(later_s, first_s, dg, is_async=True)
         dg, _, _, _, _ = warpgroup_mma_wait(0, deps=[dg, later_s, first_s, second_s, third_s])
-        if not HAS_STATE:  # the first decay of a sequence scales nothing
+        if not traits.HAS_STATE:  # the first decay of a sequence scales nothing
             dg = gl.where(c * C + t > 0, dg, 0.0)
-        gl.store(dlog_decay + key + (t * (HV * K) + columns), dg, mask=t < tokens_left)
+        gl.store(gmem.dlog_decay + key + (t * (HV * K) + columns), dg, mask=t < tokens_left)

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     ACC,
     ACC_COLUMNS,
@@ -111,22 +112,27 @@ def add_pairs(
     return A, B, P, R
 
 
+@takes(
+    pointers="q k e v_key log_decay gates decay_bounds wy_tiles scaled cu",
+    traits="HV K C READ_BEFORE PACKED",
+)
 @gluon.jit(do_not_specialize=["N", "T"])
-def sm90_dplr_prepare_kernel(
-    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
-    HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def sm90_dplr_prepare_kernel(gmem, N, T, scale, traits: gl.constexpr):
     """Parameters and results as in portable/channel/dplr_prepare.py. Launch with 4 warps."""
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    C: gl.constexpr = traits.C
+    PACKED: gl.constexpr = traits.PACKED
     gl.static_assert(C == 64 and K % 64 == 0)
-    dtype: gl.constexpr = q.dtype.element_ty
-    T_dtype: gl.constexpr = wy_tiles.dtype.element_ty
+    dtype: gl.constexpr = gmem.q.dtype.element_ty
+    T_dtype: gl.constexpr = gmem.wy_tiles.dtype.element_ty
     STRIDE: gl.constexpr = HV * K
     pid = gl.program_id(0)
     slot = pid // HV
     hv = pid % HV
-    n = find_sequence(slot, cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_chunk_slot(n, cu, T, C, PACKED)) * C
+    n = find_sequence(slot, gmem.cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
+    start, length = sequence_bounds(n, gmem.cu, T, PACKED)
+    t0 = (slot - first_chunk_slot(n, gmem.cu, T, C, PACKED)) * C
     tokens_left = length - t0
     if tokens_left > 0:
         zero = opaque_zero(tokens_left, 30)
@@ -144,24 +150,24 @@ def sm90_dplr_prepare_kernel(
         R_diagonal = gl.zeros([64], gl.float32, ACC_ROWS)
         for tk in gl.static_range(K // 64):
             at = head + tk * 64
-            copy_tile_async(k_s, copy_pointers(k + at, STRIDE), 0, tokens_left, 64, True, False)
-            copy_tile_async(m_s, copy_pointers(v_key + at, STRIDE), 0, tokens_left, 64, True, False)
-            copy_tile_async(e_s, copy_pointers(e + at, STRIDE), 0, tokens_left, 64, True, False)
-            copy_tile_async(q_s, copy_pointers(q + at, STRIDE), 0, tokens_left, 64, True, False)
+            copy_tile_async(k_s, copy_pointers(gmem.k + at, STRIDE), 0, tokens_left, 64, True, False)
+            copy_tile_async(m_s, copy_pointers(gmem.v_key + at, STRIDE), 0, tokens_left, 64, True, False)
+            copy_tile_async(e_s, copy_pointers(gmem.e + at, STRIDE), 0, tokens_left, 64, True, False)
+            copy_tile_async(q_s, copy_pointers(gmem.q + at, STRIDE), 0, tokens_left, 64, True, False)
             async_copy.commit_group()
-            g = load_log2_decays(log_decay + at, STRIDE, tokens_left, 4)
+            g = load_log2_decays(gmem.log_decay + at, STRIDE, tokens_left, 4)
             g_hi = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
             g_lo = gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_TILE)
             store_decay_terms(g, g_hi, g_lo)
             G_middle, G_end = middle_and_end(g, 4)
-            gl.store(gates + (chunk * (K + C) + tk * 64) + gl.arange(0, 64, ACC_COLUMNS), exp2_ftz(G_end))
+            gl.store(gmem.gates + (chunk * (K + C) + tk * 64) + gl.arange(0, 64, ACC_COLUMNS), exp2_ftz(G_end))
             async_copy.wait_group(0)
             fence_async_shared()
             barrier()
             to_middle = sum_decays(sums_to_middle(zero, 4), g_hi, g_lo, 4)
             extent = gl.maximum(largest(to_middle), largest(to_middle - load_decays(g_hi, g_lo, 4)))
             is_strong = gl.where(extent < WEAK, is_strong, 1.0)
-            if not READ_BEFORE:
+            if not traits.READ_BEFORE:
                 q_tile = to_float32(q_s.load(ACC))
                 P_diagonal += gl.sum(q_tile * to_float32(k_s.load(ACC)), 1)
                 R_diagonal += gl.sum(q_tile * to_float32(m_s.load(ACC)), 1)
@@ -169,14 +175,19 @@ def sm90_dplr_prepare_kernel(
             k_level = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_FLOAT32)
             m_level = gl.allocate_shared_memory(gl.float32, [64, 64], SMEM_FLOAT32)
             rows_s = (x_level, k_level, m_level)
-            outs = (scaled + at, scaled + at + tile_size, scaled + at + 2 * tile_size, scaled + at + 3 * tile_size)
+            outs = (
+                gmem.scaled + at,
+                gmem.scaled + at + tile_size,
+                gmem.scaled + at + 2 * tile_size,
+                gmem.scaled + at + 3 * tile_size,
+            )
             products = add_pairs(
                 products, operands, rows_s, outs, to_middle, g_hi, g_lo, G_middle, G_end, scale, STRIDE, tokens_left,
-                READ_BEFORE,
+                traits.READ_BEFORE,
             )  # fmt: skip
             barrier()  # every warp has read the operands
-        gl.store(decay_bounds + chunk, 0.0)
-        gl.store(gates + (chunk * (K + C) + K), is_strong)
+        gl.store(gmem.decay_bounds + chunk, 0.0)
+        gl.store(gmem.gates + (chunk * (K + C) + K), is_strong)
         A, B, P, R = products
         A = gl.convert_layout(A, ACC, assert_trivial=True)
         B = gl.convert_layout(B, ACC, assert_trivial=True)
@@ -187,7 +198,7 @@ def sm90_dplr_prepare_kernel(
         B = gl.where(j < t, B, 0.0)
         P = gl.where(j < t, P, 0.0) * scale
         R = gl.where(j < t, R, 0.0) * scale
-        if not READ_BEFORE:
+        if not traits.READ_BEFORE:
             P = gl.where(j == t, P_diagonal[:, None] * scale, P)
             R = gl.where(j == t, R_diagonal[:, None] * scale, R)
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
@@ -196,11 +207,11 @@ def sm90_dplr_prepare_kernel(
         P_s.permute((1, 0)).store(to_16_bits(P, dtype))
         R_s.permute((1, 0)).store(to_16_bits(R, dtype))
         B_s.store(to_16_bits(B, T_dtype))
-        B_at = wy_tiles + (chunk * 2 + 1) * (64 * 72)
+        B_at = gmem.wy_tiles + (chunk * 2 + 1) * (64 * 72)
         store_inverse_term(B_at, B_s)
         row, block, column = block_indices()
         R_at = B_at.to(gl.pointer_type(dtype), bitcast=True) + (row * 72 + block * 8 + column)
         gl.store(R_at, R_s.reshape([64, 8, 8]).load(STORE_BLOCKS), mask=block >= row // 8)
         l0, l1, l2, l3 = split_column_blocks(to_16_bits(A, gl.float16))
         buffers = allocate_inverse_buffers(T_dtype)
-        invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, chunk * 2, buffers)
+        invert_and_store(l0, l1, l2, l3, P_s, gmem.wy_tiles, chunk * 2, buffers)

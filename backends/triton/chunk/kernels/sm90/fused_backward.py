@@ -32,6 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     ONE_PER_THREAD,
     SMEM_TILE,
@@ -293,68 +294,66 @@ def consumer(
     gl.store(dstate_at + (j * traits.V + i), dS, mask=inside)
 
 
+@takes(
+    pointers="q k v b do gates wy_tiles state checkpoints dstate spare dq dk dv dgates state_products slopes cu",
+    traits=(
+        "H HV K V C DECAY DELTA ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED DU_IS_DV HAS_STATE CHECKPOINT_CHUNKS "
+        "MIN_BETA TERMS"
+    ),
+)
 @gluon.jit(do_not_specialize=["slots", "T"])
-def sm90_fused_backward_kernel(
-    q, k, v, b, do, gates, wy_tiles, state, checkpoints, dstate, spare, dq, dk, dv, dgates, state_products, slopes, cu,
-    slots, scale, T,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    HAS_STATE: gl.constexpr, CHECKPOINT_CHUNKS: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
-):  # fmt: skip
+def sm90_fused_backward_kernel(gmem, slots, scale, T, traits: gl.constexpr):
     """Parameters and results as in sweep.py; checkpoints [checkpoint, HV, V, K] and state as in scan.py.
 
     spare [N, 128, H, K] is scratch. Launch with 8 warps and 168 registers per thread, reallocated as in sweep.py.
     """
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    PACKED: gl.constexpr = traits.PACKED
+    CHECKPOINT_CHUNKS: gl.constexpr = traits.CHECKPOINT_CHUNKS
     gl.static_assert(C == 64 and K > 64 and K <= 128 and V <= 128 and H == HV)
-    gl.static_assert(spare.dtype == k.dtype and dq.dtype == k.dtype and dv.dtype == k.dtype)
-    gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
-    dtype: gl.constexpr = k.dtype.element_ty
+    gl.static_assert(
+        gmem.spare.dtype == gmem.k.dtype and gmem.dq.dtype == gmem.k.dtype and gmem.dv.dtype == gmem.k.dtype
+    )
+    gl.static_assert(gmem.k.dtype.element_ty.primitive_bitwidth == 16)
+    dtype: gl.constexpr = gmem.k.dtype.element_ty
     pid = gl.program_id(0)
     hv = pid % HV
     n = pid // HV
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    slot = first_chunk_slot(n, cu, T, C, PACKED)
+    start, length = sequence_bounds(n, gmem.cu, T, PACKED)
+    slot = first_chunk_slot(n, gmem.cu, T, C, PACKED)
     end = gl.cdiv(length, C)
     checkpoint_base = (slot // CHECKPOINT_CHUNKS if PACKED else n * ((end - 1) // CHECKPOINT_CHUNKS)) - 1
     if end > 0:
-        traits: gl.constexpr = make_traits(
-            H,
-            HV,
-            K,
-            V,
-            HV,
-            DECAY,
-            DELTA,
-            ERASE,
-            WRITE,
-            ERASE_PREVIOUS,
-            READ_BEFORE,
-            DU_IS_DV,
-            MIN_BETA,
-            dtype,
-            TERMS,
+        derived: gl.constexpr = make_traits(traits, SHARES=HV, dtype=dtype)
+        grads = GradientPointers(
+            dq=gmem.dq, dk=gmem.dk, dv=gmem.dv, dgates=gmem.dgates, state_products=gmem.state_products, partial=gmem.dk,
+            slopes=gmem.slopes,
+        )  # fmt: skip
+        smem = allocate_smem(
+            derived, gmem.wy_tiles.dtype.element_ty if traits.DELTA else dtype, NUM_STAGES, gmem.slopes is not None
         )
-        grads = GradientPointers(dq, dk, dv, dgates, state_products, dk, slopes)
-        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, NUM_STAGES, slopes is not None)
         states_stored = allocate_barriers(1, 1).index(0)
         gl.warp_specialize(
             [
                 (
                     consumer,
                     (
-                        v, b, grads, state, checkpoints, dstate, scale, smem, states_stored,
-                        slots, slot, end, checkpoint_base, n, hv, traits, HAS_STATE, CHECKPOINT_CHUNKS,
+                        gmem.v, gmem.b, grads, gmem.state, gmem.checkpoints, gmem.dstate, scale, smem, states_stored,
+                        slots, slot, end, checkpoint_base, n, hv, derived, traits.HAS_STATE, CHECKPOINT_CHUNKS,
                     ),
                 ),
                 (
                     producer,
                     (
-                        q, k, v, do, gates, wy_tiles, grads, spare, smem, states_stored,
-                        start, length, slot, end, n, hv, traits, CHECKPOINT_CHUNKS,
+                        gmem.q, gmem.k, gmem.v, gmem.do, gmem.gates, gmem.wy_tiles, grads, gmem.spare, smem,
+                        states_stored, start, length, slot, end, n, hv, derived, CHECKPOINT_CHUNKS,
                     ),
                 ),
             ],
             [4],
-            [producer_registers(DECAY, DELTA)],
+            [producer_registers(traits.DECAY, traits.DELTA)],
         )  # fmt: skip

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     A_OPERAND,
     ACC,
@@ -62,35 +63,45 @@ from deltazoo.backends.triton.device.layout import (
 )
 
 
+@takes(
+    pointers="q k e v b do gates states dstates v_new du dq dk de dgates state_products partial slopes cu",
+    traits="H HV K V C BK DECAY DELTA ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED DU_IS_DV MIN_BETA UNIT",
+)
 @gluon.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def sm90_gradients_kernel(
-    q, k, e, v, b, do, gates, states, dstates, v_new, du, dq, dk, de, dgates, state_products, partial, slopes, cu, N,
-    slots, num_scratch_slots, scale, T, window, windows,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, BK: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr,
-    DU_IS_DV: gl.constexpr, MIN_BETA: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
+def sm90_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, windows, traits: gl.constexpr):
     """Parameters and results as in portable/gradients.py. e and de are None if the erase key is k."""
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    BK: gl.constexpr = traits.BK
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    ERASE: gl.constexpr = traits.ERASE
+    WRITE: gl.constexpr = traits.WRITE
+    ERASE_PREVIOUS: gl.constexpr = traits.ERASE_PREVIOUS
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
+    DU_IS_DV: gl.constexpr = traits.DU_IS_DV
     gl.static_assert(C == 64 and BK == 64 and V <= 512)
-    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
+    gl.static_assert(gmem.states.dtype == gmem.k.dtype and gmem.k.dtype.element_ty.primitive_bitwidth == 16)
     GATES_BEFORE: gl.constexpr = ERASE_PREVIOUS or READ_BEFORE
     GATE_ROWS: gl.constexpr = 4 if GATES_BEFORE else 3
-    OWN_KEY: gl.constexpr = e is not None
+    OWN_KEY: gl.constexpr = gmem.e is not None
     NK: gl.constexpr = (K + BK - 1) // BK
     NV: gl.constexpr = (V + 63) // 64
     NARROW: gl.constexpr = tail_width(V, NV) == 16 and not OWN_KEY  # with e they would not fit twice in an SM
     FULL: gl.constexpr = NV - 1 if NARROW else NV  # value tiles in the two stages
     NUM_STAGES: gl.constexpr = min(FULL, 2)
     GROUP: gl.constexpr = HV // H
-    dtype: gl.constexpr = states.dtype.element_ty
+    dtype: gl.constexpr = gmem.states.dtype.element_ty
     pid = gl.program_id(0)
     tile = pid % NK
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
     start, length, slot, c, in_use = locate_scratch_chunk(
-        scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
     )  # fmt: skip
     if in_use:
         tokens_left = length - c * C
@@ -114,7 +125,7 @@ def sm90_gradients_kernel(
         G_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
         sums_s = gl.allocate_shared_memory(gl.float32, [4], SMEM_VECTOR)
 
-        gates_at = gates + gate_row * 3 * C
+        gates_at = gmem.gates + gate_row * 3 * C
         if DECAY != "none":
             async_load(G_s, gates_at + gl.arange(0, C, FOUR_PER_THREAD))
             G_end = gl.load(gates_at + C - 1)
@@ -125,38 +136,39 @@ def sm90_gradients_kernel(
             w_s = gl.allocate_shared_memory(gl.float32, [C], SMEM_VECTOR)
             async_load(w_s, gates_at + 2 * C + gl.arange(0, C, FOUR_PER_THREAD))
         MASK_K: gl.constexpr = K % 64 != 0
-        do_at = copy_pointers(do + value, HV * V)
+        do_at = copy_pointers(gmem.do + value, HV * V)
         if DELTA:
-            du_at = copy_pointers(du + du_value, HV * V)
-            x_at = copy_pointers(v_new + local_value, HV * V)
+            du_at = copy_pointers(gmem.du + du_value, HV * V)
+            x_at = copy_pointers(gmem.v_new + local_value, HV * V)
         else:
             du_at = do_at
-            x_at = copy_pointers(v + value, HV * V)
-        S_at = copy_pointers(states + scratch_row * V * K + column, K)
-        dS_at = copy_pointers(dstates + scratch_row * V * K + column, K)
+            x_at = copy_pointers(gmem.v + value, HV * V)
+        S_at = copy_pointers(gmem.states + scratch_row * V * K + column, K)
+        dS_at = copy_pointers(gmem.dstates + scratch_row * V * K + column, K)
         buffers = (do_s, du_s, x_s, S_s, dS_s)
         pointers = (do_at, du_at, x_at, S_at, dS_at)
         if NARROW:
             tail = allocate_value_tail(dtype, DELTA)
             state_row = scratch_row * V * K + column
             rows = (
-                do + value, du + du_value if DELTA else do + value, v_new + local_value if DELTA else v + value,
-                states + state_row, dstates + state_row,
+                gmem.do + value, gmem.du + du_value if DELTA else gmem.do + value,
+                gmem.v_new + local_value if DELTA else gmem.v + value, gmem.states + state_row,
+                gmem.dstates + state_row,
             )  # fmt: skip
             copy_value_tail(tail, rows, tokens_left, column, HV, K, V, DELTA)
         for tv in gl.static_range(NUM_STAGES):
             copy_value_tile(buffers, pointers, tv, tokens_left, column, K, V, DELTA, 64 * K)
-        copy_tile_async(k_s, copy_pointers(k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
-        copy_tile_async(q_s, copy_pointers(q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        copy_tile_async(k_s, copy_pointers(gmem.k + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+        copy_tile_async(q_s, copy_pointers(gmem.q + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         if OWN_KEY:
-            copy_tile_async(e_s, copy_pointers(e + key, H * K), 0, tokens_left, K - column, True, MASK_K)
+            copy_tile_async(e_s, copy_pointers(gmem.e + key, H * K), 0, tokens_left, K - column, True, MASK_K)
         async_copy.commit_group()
 
         t = gl.arange(0, C, ACC_ROWS)
         j = gl.arange(0, C, ACC_COLUMNS)
         in_sequence = t < tokens_left
         if DELTA and ERASE and not (DU_IS_DV and WRITE):
-            erase = gl.load(b + (token + t) * HV + hv, mask=in_sequence, other=0.0).to(gl.float32)
+            erase = gl.load(gmem.b + (token + t) * HV + hv, mask=in_sequence, other=0.0).to(gl.float32)
 
         inter_q = gl.zeros([C, BK], gl.float32, ACC)  # do S^T
         inter_e = gl.zeros([C, BK], gl.float32, ACC)  # du S^T
@@ -208,22 +220,22 @@ def sm90_gradients_kernel(
             inter_q, intra_q, dk_state = warpgroup_mma_wait(0, deps=[inter_q, intra_q, dk_state])
         async_copy.wait_group(0)  # of k, q and e; the proxy fence below covers them
 
-        dgates_at = dgates + (tile.to(gl.int64) * slots * HV + gate_row) * GATE_ROWS * C
+        dgates_at = gmem.dgates + (tile.to(gl.int64) * slots * HV + gate_row) * GATE_ROWS * C
         if WRITE and not DELTA:
             write = w_s.load(ACC_ROWS)
             intra_q *= w_s.load(ACC_COLUMNS)[None, :]
-        if (DU_IS_DV and WRITE) or slopes is not None:
+        if (DU_IS_DV and WRITE) or gmem.slopes is not None:
             du_dot_x = gl.sum(gl.where(t[:, None] == j[None, :], intra_e, 0.0), 1)
         if DU_IS_DV and WRITE:
             gl.store(dgates_at + 2 * C + t, du_dot_x)
-        if slopes is not None:
-            step_gradient = du_dot_x * gl.load(slopes + gate_row * 2 * C + t)
+        if gmem.slopes is not None:
+            step_gradient = du_dot_x * gl.load(gmem.slopes + gate_row * 2 * C + t)
         if DELTA:
             # a -1 that the compiler cannot fold: otherwise it emits sign changes between the wgmmas, which serialises
             # them (C7514)
             minus_one = gl.where(windows > 0, -1.0, 0.0)
             if ERASE and not (DU_IS_DV and WRITE):
-                erase_scale = -clamp_away_from_zero(erase, MIN_BETA)
+                erase_scale = -clamp_away_from_zero(erase, traits.MIN_BETA)
             else:
                 erase_scale = gl.full([C], minus_one, gl.float32, ACC_ROWS)
         DIAGONAL: gl.constexpr = 1 if READ_BEFORE else 0
@@ -301,13 +313,13 @@ def sm90_gradients_kernel(
                 dG += e_de
         if GROUP > 1:
             offset = (scratch_slot.to(gl.int64) * C * HV + hv) * K + column
-            dq_at = partial + offset
-            dk_at = partial + num_scratch_slots.to(gl.int64) * C * HV * K + offset
+            dq_at = gmem.partial + offset
+            dk_at = gmem.partial + num_scratch_slots.to(gl.int64) * C * HV * K + offset
             de_at = dk_at + num_scratch_slots.to(gl.int64) * C * HV * K
         else:
-            dq_at = dq + key
-            dk_at = dk + key
-            de_at = de + key if OWN_KEY else dk_at
+            dq_at = gmem.dq + key
+            dk_at = gmem.dk + key
+            de_at = gmem.de + key if OWN_KEY else dk_at
         store_accumulator(dq_at, dq_tile, HV * K, tokens_left, K - column, MASK_K)
         if OWN_KEY:
             store_accumulator(de_at, de_tile, HV * K, tokens_left, K - column, MASK_K)
@@ -320,15 +332,15 @@ def sm90_gradients_kernel(
             k_dk = gl.sum(to_float32(k_s.load(ACC)) * dk_tile, 1)
             gl.store(dgates_at + t, dG - (k_dk + write_dots))
             state_dot = gl.sum(sums_s.load(FOUR_PER_THREAD), 0)
-            gl.store(state_products + tile.to(gl.int64) * slots * HV + gate_row, state_dot)
+            gl.store(gmem.state_products + tile.to(gl.int64) * slots * HV + gate_row, state_dot)
         if DECAY != "none" or (WRITE and not DELTA):
             dk_tile += dk_state * key_scale[:, None]
         else:
             dk_tile += dk_state
         if DELTA and not OWN_KEY:
             dk_tile += de_tile
-        if slopes is not None:
+        if gmem.slopes is not None:
             dk_tile += to_float32(k_s.load(ACC)) * step_gradient[:, None]
         store_accumulator(dk_at, dk_tile, HV * K, tokens_left, K - column, MASK_K)
         if WRITE and not DU_IS_DV:
-            store_write_sums(dgates_at, v, value, du, local_value, tile, tokens_left, HV, V, NK)
+            store_write_sums(dgates_at, gmem.v, value, gmem.du, local_value, tile, tokens_left, HV, V, NK)

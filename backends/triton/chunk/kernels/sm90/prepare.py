@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     ACC,
     ACC_COLUMNS,
@@ -113,31 +114,38 @@ def slice_warp_0(gate):
     return gate.slice(0, 64)
 
 
+@takes(
+    pointers="q k e log_decay b w gates decay_bounds wy_tiles strengths slopes cu",
+    traits="H HV K C DECAY ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED BOUND_DECAYS REPARAM DU_IS_DV TERMS",
+)
 @gluon.jit(do_not_specialize=["N", "T"])
-def sm90_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, strengths, slopes, cu, N, T, scale,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
-    DECAY: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, BOUND_DECAYS: gl.constexpr,
-    REPARAM: gl.constexpr, DU_IS_DV: gl.constexpr, TERMS: gl.constexpr,
-):  # fmt: skip
+def sm90_prepare_kernel(gmem, N, T, scale, traits: gl.constexpr):
     """Parameters and results as in portable/prepare.py. e is None if the erase key is k.
 
     Launch with 4 warps; with grouped heads at 168 registers per thread.
     """
+    H: gl.constexpr = traits.H
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    C: gl.constexpr = traits.C
+    DECAY: gl.constexpr = traits.DECAY
+    ERASE_PREVIOUS: gl.constexpr = traits.ERASE_PREVIOUS
+    READ_BEFORE: gl.constexpr = traits.READ_BEFORE
+    PACKED: gl.constexpr = traits.PACKED
+    REPARAM: gl.constexpr = traits.REPARAM
     gl.static_assert(C == 64 and K <= 256 and K % 8 == 0)
-    dtype: gl.constexpr = q.dtype.element_ty
-    T_dtype: gl.constexpr = wy_tiles.dtype.element_ty
+    dtype: gl.constexpr = gmem.q.dtype.element_ty
+    T_dtype: gl.constexpr = gmem.wy_tiles.dtype.element_ty
     GROUP: gl.constexpr = HV // H
     NK: gl.constexpr = (K + 63) // 64
     GATES_BEFORE: gl.constexpr = (ERASE_PREVIOUS or READ_BEFORE) and DECAY != "none"
-    OWN_KEY: gl.constexpr = e is not None
+    OWN_KEY: gl.constexpr = gmem.e is not None
     pid = gl.program_id(0)
     slot = pid // H
     h = pid % H
-    n = find_sequence(slot, cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
-    start, length = sequence_bounds(n, cu, T, PACKED)
-    t0 = (slot - first_chunk_slot(n, cu, T, C, PACKED)) * C
+    n = find_sequence(slot, gmem.cu, N, 1, 0, C) if PACKED else slot // gl.cdiv(T, C)
+    start, length = sequence_bounds(n, gmem.cu, T, PACKED)
+    t0 = (slot - first_chunk_slot(n, gmem.cu, T, C, PACKED)) * C
     tokens_left = length - t0
     if tokens_left > 0:
         token = start + t0
@@ -147,15 +155,21 @@ def sm90_prepare_kernel(
         erase_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR)
         G_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if DECAY != "none" else erase_s
         G_prev_s = gl.allocate_shared_memory(gl.float32, [256], SMEM_VECTOR) if GATES_BEFORE else G_s
-        WRITE_TENSOR: gl.constexpr = WRITE and REPARAM == "none"
+        WRITE_TENSOR: gl.constexpr = traits.WRITE and REPARAM == "none"
 
         key = (token * H + h) * K
         MASK_K: gl.constexpr = K % 64 != 0
         for tk in gl.static_range(NK):
-            copy_tile_async(k_s[tk], copy_pointers(k + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K)
-            copy_tile_async(q_s[tk], copy_pointers(q + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K)
+            copy_tile_async(
+                k_s[tk], copy_pointers(gmem.k + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K
+            )
+            copy_tile_async(
+                q_s[tk], copy_pointers(gmem.q + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K
+            )
             if OWN_KEY:
-                copy_tile_async(e_s[tk], copy_pointers(e + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K)
+                copy_tile_async(
+                    e_s[tk], copy_pointers(gmem.e + key, H * K), tk * 64, tokens_left, K - tk * 64, True, MASK_K
+                )
         async_copy.commit_group()
 
         i = gl.arange(0, C, GATE_TOKEN)[None, :]
@@ -167,10 +181,12 @@ def sm90_prepare_kernel(
         scale = gl.where(N >= 0, scale, 0.0)
         hv = h * GROUP
         gate_row = slot.to(gl.int64) * HV + hv
-        log2_decay, erase, write = load_gates(log_decay, b, w, tokens, hv, in_sequence, HV, DECAY, ERASE, WRITE_TENSOR)
+        log2_decay, erase, write = load_gates(
+            gmem.log_decay, gmem.b, gmem.w, tokens, hv, in_sequence, HV, DECAY, traits.ERASE, WRITE_TENSOR
+        )
         if REPARAM == "none":
             store_gates(
-                gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
+                gmem.gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0,
                 DECAY, ERASE_PREVIOUS, READ_BEFORE,
             )  # fmt: skip
         async_copy.wait_group(0)
@@ -190,23 +206,24 @@ def sm90_prepare_kernel(
             norms_s.store(gl.sum(gl.where(t[:, None] == gl.arange(0, C, ACC_COLUMNS)[None, :], A, 0.0), 1))
             norms = norms_s.load(GATE_TOKEN)[None, :] + gl.zeros([4, 1], gl.float32, GATE)
             erase = store_step_size(
-                strengths, slopes, tokens, gate_row, hv, erase, norms, in_sequence, is_warp_0, HV, REPARAM == "efla",
-                DU_IS_DV,
+                gmem.strengths, gmem.slopes, tokens, gate_row, hv, erase, norms, in_sequence, is_warp_0, HV,
+                REPARAM == "efla", traits.DU_IS_DV,
             )  # fmt: skip
             store_gates(
-                gates, gate_row, log2_decay, erase, erase, G_s, G_prev_s, erase_s, is_warp_0,
+                gmem.gates, gate_row, log2_decay, erase, erase, G_s, G_prev_s, erase_s, is_warp_0,
                 DECAY, ERASE_PREVIOUS, READ_BEFORE,
             )  # fmt: skip
         P_s = gl.allocate_shared_memory(dtype, [64, 64], SMEM_TILE)
         buffers = allocate_inverse_buffers(T_dtype)
-        if TERMS == 2:
+        if traits.TERMS == 2:
             refinement_buffers = allocate_refinement_buffers(T_dtype)
         for g in range(GROUP):
             if GROUP > 1:
                 is_last = g + 1 == GROUP
                 in_next = in_sequence & (not is_last)
                 log2_decay, erase, write = load_gates(
-                    log_decay, b, w, tokens, gl.minimum(hv + 1, HV - 1), in_next, HV, DECAY, ERASE, WRITE_TENSOR
+                    gmem.log_decay, gmem.b, gmem.w, tokens, gl.minimum(hv + 1, HV - 1), in_next, HV, DECAY,
+                    traits.ERASE, WRITE_TENSOR,
                 )  # fmt: skip
             erase_row = slice_warp_0(erase_s).load(ACC_ROWS)
             if DECAY != "none":
@@ -225,7 +242,7 @@ def sm90_prepare_kernel(
                 L = A * (-erase_row)[:, None]
                 P_hv = P * scale
             decay_bound = 0.0
-            if BOUND_DECAYS and not (OWN_KEY or ERASE_PREVIOUS):
+            if traits.BOUND_DECAYS and not (OWN_KEY or ERASE_PREVIOUS):
                 k_dot_k = gl.sum(gl.where(t[:, None] == gl.arange(0, C, ACC_COLUMNS)[None, :], A, 0.0), 1)
                 # an update scales a state by at most max(1, |1 - b k.k|)
                 factor = gl.maximum(gl.abs(1 - erase_row * k_dot_k), 1.0, propagate_nan=tl.PropagateNan.ALL)
@@ -233,30 +250,30 @@ def sm90_prepare_kernel(
                 if DECAY != "none":
                     decay_bound += gl.where(t == C - 1, G, 0.0)
                 decay_bound = gl.sum(decay_bound, 0)
-            gl.store(decay_bounds + gate_row, decay_bound)
+            gl.store(gmem.decay_bounds + gate_row, decay_bound)
             P_s.permute((1, 0)).store(round_causal(P_hv, dtype, READ_BEFORE))
             L_high = to_16_bits(L, gl.float16)
-            if TERMS == 2:
+            if traits.TERMS == 2:
                 # in shared memory until T is refined: registers limit the programs per SM
                 L_high, L_low = split_operand(L_high, low_term(L, L_high))
                 refinement_buffers[0].store(L_high)
                 refinement_buffers[1].store(L_low)
             l0, l1, l2, l3 = split_column_blocks(L_high)
-            if TERMS == 2:
-                invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers, refinement_buffers, 2)
+            if traits.TERMS == 2:
+                invert_and_store(l0, l1, l2, l3, P_s, gmem.wy_tiles, gate_row, buffers, refinement_buffers, 2)
             else:
-                invert_and_store(l0, l1, l2, l3, P_s, wy_tiles, gate_row, buffers)
+                invert_and_store(l0, l1, l2, l3, P_s, gmem.wy_tiles, gate_row, buffers)
             if GROUP > 1:
                 hv += 1
                 gate_row += 1
                 if REPARAM != "none":
                     norms = norms_s.load(GATE_TOKEN)[None, :] + gl.zeros([4, 1], gl.float32, GATE)
                     erase = store_step_size(
-                        strengths, slopes, tokens, gate_row, hv, erase, norms, in_next, is_warp_0 & (not is_last), HV,
-                        REPARAM == "efla", DU_IS_DV,
+                        gmem.strengths, gmem.slopes, tokens, gate_row, hv, erase, norms, in_next,
+                        is_warp_0 & (not is_last), HV, REPARAM == "efla", traits.DU_IS_DV,
                     )  # fmt: skip
                     write = erase
                 store_gates(
-                    gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0 & (not is_last),
+                    gmem.gates, gate_row, log2_decay, erase, write, G_s, G_prev_s, erase_s, is_warp_0 & (not is_last),
                     DECAY, ERASE_PREVIOUS, READ_BEFORE,
                 )  # fmt: skip

@@ -33,6 +33,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     A_OPERAND,
     ACC,
@@ -261,16 +262,15 @@ def consumer(
         store_state(at_dstate, dS, staging, K, V, columns, NK)
 
 
+@takes(
+    pointers="q k e do gates wy_tiles dstate dstates dstates_high du dv starts cu",
+    traits=(
+        "H HV K V C K0 K1 DECAY DELTA WRITE READ_BEFORE PACKED DU_IS_DV UNIT SEGMENT_CHUNKS MIN_BETA TERMS "
+        "IN_GRADIENTS HALVES"
+    ),
+)
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "narrow_tile_min_chunks"])
-def sm90_reverse_kernel(
-    q, k, e, do, gates, wy_tiles, dstate, dstates, dstates_high, du, dv, starts, cu, scale, T,
-    window, windows, num_segments, narrow_tile_min_chunks,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    K0: gl.constexpr, K1: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, READ_BEFORE: gl.constexpr,
-    PACKED: gl.constexpr, DU_IS_DV: gl.constexpr, UNIT: gl.constexpr, SEGMENT_CHUNKS: gl.constexpr,
-    MIN_BETA: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
+def sm90_reverse_kernel(gmem, scale, T, window, windows, num_segments, narrow_tile_min_chunks, traits: gl.constexpr):
     """Parameters and results as in portable/reverse.py. e is None if the erase key is k.
 
     IN_GRADIENTS: dstates and dstates_high are the rows of dq and dk (channel_gradients.py); V = 128, no pack. Else
@@ -279,43 +279,64 @@ def sm90_reverse_kernel(
     Launch with 4 warps and 168 registers per thread, reallocated as in scan.py; with a decay per channel 216 per thread
     in a consumer and 72 in the producer.
     """
-    gl.static_assert(C == 64 and K <= K0 + K1)
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    DECAY: gl.constexpr = traits.DECAY
+    DELTA: gl.constexpr = traits.DELTA
+    HALVES: gl.constexpr = traits.HALVES
+    MIN_BETA: gl.constexpr = traits.MIN_BETA
+    DU_IS_DV: gl.constexpr = traits.DU_IS_DV
+    gl.static_assert(C == 64 and K <= traits.K0 + traits.K1)
     gl.static_assert(K % 8 == 0 and V % 8 == 0)
-    gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128 and DECAY != "channel"))
-    gl.static_assert(dstates.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
-    NK: gl.constexpr = (K0 + K1) // 64
+    gl.static_assert(traits.TERMS == 1 or (DELTA and traits.K0 + traits.K1 <= 128 and DECAY != "channel"))
+    gl.static_assert(gmem.dstates.dtype == gmem.k.dtype and gmem.k.dtype.element_ty.primitive_bitwidth == 16)
+    NK: gl.constexpr = (traits.K0 + traits.K1) // 64
     TAIL: gl.constexpr = tail_width(K, NK)
-    OWN_KEY: gl.constexpr = DELTA and e is not None
-    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True, TERMS)
+    OWN_KEY: gl.constexpr = DELTA and gmem.e is not None
+    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, True, traits.TERMS)
     V_TILES: gl.constexpr = (V + 127) // 128
-    GATES_BEFORE: gl.constexpr = READ_BEFORE and DECAY != "none" and DECAY != "channel"
-    dtype: gl.constexpr = k.dtype.element_ty
+    GATES_BEFORE: gl.constexpr = traits.READ_BEFORE and DECAY != "none" and DECAY != "channel"
+    dtype: gl.constexpr = gmem.k.dtype.element_ty
     value_tile, half, hv, pid = value_tile_and_head(HV, V, HALVES)
     n, segment = sequence_and_segment(pid, num_segments, HALVES * V_TILES * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
+        n, segment, gmem.cu, T, window, windows, C, traits.UNIT, traits.SEGMENT_CHUNKS, traits.PACKED
     )
     column, columns = program_values(value_tile, half, gl.cdiv(length, C), narrow_tile_min_chunks, V, HALVES)
     has_work = first < end
     if HALVES == 2:
         has_work = has_work & (columns > 0)
     if has_work:
-        traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, True, GATES_BEFORE, READ_BEFORE, 0,
-            SEGMENT_CHUNKS, True, dtype, TERMS, IN_GRADIENTS, HALVES,
+        derived: gl.constexpr = make_traits(
+            traits, NK=NK, TAIL=TAIL, NUM_STAGES=NUM_STAGES, OWN_KEY=OWN_KEY, GATES_BEFORE=GATES_BEFORE, OUTPUT=True,
+            HAS_STATE=True, CHECKPOINT_CHUNKS=0, dtype=dtype,
         )  # fmt: skip
-        T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
-        smem, P_s, staging, _ = allocate_smem(traits, T_dtype)
-        gmem = GlobalPointers(dstate, starts, dstates, dstates_high, du, dv)
+        T_dtype: gl.constexpr = gmem.wy_tiles.dtype.element_ty if DELTA else dtype
+        smem, P_s, staging, _ = allocate_smem(derived, T_dtype)
+        results = GlobalPointers(
+            dstate=gmem.dstate, starts=gmem.starts, dstates=gmem.dstates, dstates_high=gmem.dstates_high, du=gmem.du,
+            dv=gmem.dv,
+        )  # fmt: skip
         work = WorkTile(
             start, length, window_first, first, first, end, first_scratch_slot, 0,
-            n, segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), segment == 0, hv, column, columns,
+            n, segment_slot(n, segment, first_scratch_slot, traits.SEGMENT_CHUNKS), segment == 0, hv, column, columns,
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (consumer, (gmem, scale, smem, P_s[0], staging[0], work, MIN_BETA, DU_IS_DV, 0, traits)),
-                (consumer, (gmem, scale, smem, P_s[1], staging[1], work, MIN_BETA, DU_IS_DV, 1, traits)),
-                (producer, (q, k, e, do, gates, wy_tiles, smem, slot, work, traits, True)),
+                (
+                    consumer,
+                    (results, scale, smem, P_s[0], staging[0], work, MIN_BETA, DU_IS_DV, 0, derived),
+                ),
+                (
+                    consumer,
+                    (results, scale, smem, P_s[1], staging[1], work, MIN_BETA, DU_IS_DV, 1, derived),
+                ),
+                (
+                    producer,
+                    (gmem.q, gmem.k, gmem.e, gmem.do, gmem.gates, gmem.wy_tiles, smem, slot, work, derived, True),
+                ),
             ],
             [4, 4],
             [240, 24] if NK > 3 and TAIL == 64 else [216, 72] if DECAY == "channel" else [232, 40],

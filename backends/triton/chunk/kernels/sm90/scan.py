@@ -55,12 +55,9 @@ or TERMS = 2; the last two exclude each other), K and V multiples of 8, modes "o
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import (
     A_OPERAND,
     ACC,
@@ -313,17 +310,15 @@ def consumer(gmem, scale, smem, P_s, staging, state_s, work, HALF: gl.constexpr,
             store_state(gmem.final + at_state, S, staging, K, V, columns, NK)
 
 
+@takes(
+    pointers="q k e v gates wy_tiles state o final checkpoints states v_new starts cu",
+    traits=(
+        "H HV K V C K0 K1 DECAY DELTA WRITE HAS_STATE READ_BEFORE PACKED CHECKPOINT_CHUNKS UNIT SEGMENT_CHUNKS MODE "
+        "TERMS IN_GRADIENTS HALVES"
+    ),
+)
 @gluon.jit(do_not_specialize=["T", "window", "windows", "num_segments", "narrow_tile_min_chunks"])
-def sm90_scan_kernel(
-    q, k, e, v, gates, wy_tiles, state, o, final, checkpoints, states, v_new, starts, cu,
-    scale, T, window, windows, num_segments, narrow_tile_min_chunks,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    K0: gl.constexpr, K1: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, WRITE: gl.constexpr, HAS_STATE: gl.constexpr,
-    READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, CHECKPOINT_CHUNKS: gl.constexpr, UNIT: gl.constexpr,
-    SEGMENT_CHUNKS: gl.constexpr, MODE: gl.constexpr, TERMS: gl.constexpr, IN_GRADIENTS: gl.constexpr,
-    HALVES: gl.constexpr,
-):  # fmt: skip
+def sm90_scan_kernel(gmem, scale, T, window, windows, num_segments, narrow_tile_min_chunks, traits: gl.constexpr):
     """Parameters and results as in portable/scan.py, modes "output" and "recompute". e is None if the erase key is k.
 
     IN_GRADIENTS: `states` are the rows of d_log_decay, as elements of 16 bits (channel_gradients.py); V = 128, no pack.
@@ -333,63 +328,70 @@ def sm90_scan_kernel(
     the registers: 232 per thread in a consumer and 40 in the producer, 240 and 24 with four tiles of 64 keys, or 224
     and 56 with a decay per channel.
     """
-    OUTPUT: gl.constexpr = MODE == "output"
-    gl.static_assert(OUTPUT or (MODE == "recompute" and CHECKPOINT_CHUNKS > 0))
-    gl.static_assert(C == 64 and K <= K0 + K1)
-    gl.static_assert(TERMS == 1 or (DELTA and K0 + K1 <= 128 and DECAY != "channel"))
-    gl.static_assert(K % 8 == 0 and V % 8 == 0)
-    gl.static_assert(k.dtype.element_ty.primitive_bitwidth == 16)
-    gl.static_assert(CHECKPOINT_CHUNKS == 0 or checkpoints.dtype == k.dtype)
-    gl.static_assert(OUTPUT or states.dtype == k.dtype)
-    gl.static_assert(OUTPUT or HALVES == 1)
-    gl.static_assert(not IN_GRADIENTS or (V == 128 and K % 64 == 0 and not PACKED))
-    if HAS_STATE:
-        gl.static_assert(state.dtype.element_ty == gl.float32)
-    NK: gl.constexpr = (K0 + K1) // 64
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    DECAY: gl.constexpr = traits.DECAY
+    CHECKPOINT_CHUNKS: gl.constexpr = traits.CHECKPOINT_CHUNKS
+    OUTPUT: gl.constexpr = traits.MODE == "output"
+    gl.static_assert(OUTPUT or (traits.MODE == "recompute" and CHECKPOINT_CHUNKS > 0))
+    gl.static_assert(traits.C == 64 and K <= traits.K0 + traits.K1 and K % 8 == 0 and V % 8 == 0)
+    gl.static_assert(traits.TERMS == 1 or (traits.DELTA and traits.K0 + traits.K1 <= 128 and DECAY != "channel"))
+    gl.static_assert(gmem.k.dtype.element_ty.primitive_bitwidth == 16)
+    gl.static_assert(CHECKPOINT_CHUNKS == 0 or gmem.checkpoints.dtype == gmem.k.dtype)
+    gl.static_assert(OUTPUT or (gmem.states.dtype == gmem.k.dtype and traits.HALVES == 1))
+    gl.static_assert(not traits.IN_GRADIENTS or (V == 128 and K % 64 == 0 and not traits.PACKED))
+    if traits.HAS_STATE:
+        gl.static_assert(gmem.state.dtype.element_ty == gl.float32)
+    NK: gl.constexpr = (traits.K0 + traits.K1) // 64
     TAIL: gl.constexpr = tail_width(K, NK)
-    OWN_KEY: gl.constexpr = DELTA and e is not None
-    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, OUTPUT, TERMS)
-    V_TILES: gl.constexpr = (V + 127) // 128
-    GATES_BEFORE: gl.constexpr = OUTPUT and READ_BEFORE and DECAY != "none" and DECAY != "channel"
-    dtype: gl.constexpr = k.dtype.element_ty
-    value_tile, half, hv, pid = value_tile_and_head(HV, V, HALVES)
-    n, segment = sequence_and_segment(pid, num_segments, HALVES * V_TILES * HV)
+    OWN_KEY: gl.constexpr = traits.DELTA and gmem.e is not None
+    NUM_STAGES: gl.constexpr = num_stages(NK, OWN_KEY, OUTPUT, traits.TERMS)
+    GATES_BEFORE: gl.constexpr = OUTPUT and traits.READ_BEFORE and DECAY != "none" and DECAY != "channel"
+    dtype: gl.constexpr = gmem.k.dtype.element_ty
+    value_tile, half, hv, pid = value_tile_and_head(HV, V, traits.HALVES)
+    n, segment = sequence_and_segment(pid, num_segments, traits.HALVES * ((V + 127) // 128) * HV)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
+        n, segment, gmem.cu, T, window, windows, traits.C, traits.UNIT, traits.SEGMENT_CHUNKS, traits.PACKED
     )
-    chunks = gl.cdiv(length, C)
+    chunks = gl.cdiv(length, traits.C)
     first_stored = first
     has_work = first < end
     is_last = segment == 0
     if OUTPUT:
-        if SEGMENT_CHUNKS > 0:
-            is_last = segment == gl.maximum(chunks - 1, 0) // SEGMENT_CHUNKS
+        if traits.SEGMENT_CHUNKS > 0:
+            is_last = segment == gl.maximum(chunks - 1, 0) // traits.SEGMENT_CHUNKS
         has_work = has_work | is_last  # a sequence without tokens has a final state
     else:
         first = first // CHECKPOINT_CHUNKS * CHECKPOINT_CHUNKS
-    column, columns = program_values(value_tile, half, chunks, narrow_tile_min_chunks, V, HALVES)
-    if HALVES == 2:
+    column, columns = program_values(value_tile, half, chunks, narrow_tile_min_chunks, V, traits.HALVES)
+    if traits.HALVES == 2:
         has_work = has_work & (columns > 0)
     checkpoint = 0
     if CHECKPOINT_CHUNKS > 0:
-        checkpoint = (slot // CHECKPOINT_CHUNKS if PACKED else n * ((chunks - 1) // CHECKPOINT_CHUNKS)) - 1
+        checkpoint = (slot // CHECKPOINT_CHUNKS if traits.PACKED else n * ((chunks - 1) // CHECKPOINT_CHUNKS)) - 1
     if has_work:
-        traits: gl.constexpr = make_traits(
-            H, HV, K, V, NK, TAIL, NUM_STAGES, DECAY, DELTA, OWN_KEY, WRITE, HAS_STATE, GATES_BEFORE, READ_BEFORE,
-            CHECKPOINT_CHUNKS, SEGMENT_CHUNKS, OUTPUT, dtype, TERMS, IN_GRADIENTS, HALVES,
+        derived: gl.constexpr = make_traits(
+            traits, NK=NK, TAIL=TAIL, NUM_STAGES=NUM_STAGES, OWN_KEY=OWN_KEY, GATES_BEFORE=GATES_BEFORE, OUTPUT=OUTPUT,
+            dtype=dtype,
         )  # fmt: skip
-        T_dtype: gl.constexpr = wy_tiles.dtype.element_ty if DELTA else dtype
-        smem, P_s, staging, states_s = allocate_smem(traits, T_dtype)
-        gmem = GlobalPointers(state, o, final, checkpoints, states, v_new, starts)
+        smem, P_s, staging, states_s = allocate_smem(derived, gmem.wy_tiles.dtype.element_ty if traits.DELTA else dtype)
+        results = GlobalPointers(
+            state=gmem.state, o=gmem.o, final=gmem.final, checkpoints=gmem.checkpoints, states=gmem.states,
+            v_new=gmem.v_new, starts=gmem.starts,
+        )  # fmt: skip
         work = WorkTile(
             start, length, window_first, first, first_stored, end, first_scratch_slot, checkpoint,
-            n, segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), is_last, hv, column, columns,
+            n, segment_slot(n, segment, first_scratch_slot, traits.SEGMENT_CHUNKS), is_last, hv, column, columns,
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (consumer, (gmem, scale, smem, P_s[0], staging[0], states_s[0], work, 0, traits)),
-                (consumer, (gmem, scale, smem, P_s[1], staging[1], states_s[1], work, 1, traits)),
-                (producer, (q, k, e, v, gates, wy_tiles, smem, slot, work, traits, False)),
+                (consumer, (results, scale, smem, P_s[0], staging[0], states_s[0], work, 0, derived)),
+                (consumer, (results, scale, smem, P_s[1], staging[1], states_s[1], work, 1, derived)),
+                (
+                    producer,
+                    (gmem.q, gmem.k, gmem.e, gmem.v, gmem.gates, gmem.wy_tiles, smem, slot, work, derived, False),
+                ),
             ],
             [4, 4],
             [240, 24] if NK > 3 and TAIL == 64 else [224, 56] if DECAY == "channel" else [232, 40],

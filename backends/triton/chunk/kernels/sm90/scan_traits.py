@@ -48,15 +48,19 @@ class KernelTraits(NamedTuple):
     SEGMENT_CHUNKS: Any
     OUTPUT: Any
     dtype: Any
-    TERMS: Any = 1
-    IN_GRADIENTS: Any = False
-    HALVES: Any = 1
+    TERMS: Any
+    IN_GRADIENTS: Any
+    HALVES: Any
 
 
 @gluon.constexpr_function
-def make_traits(*fields):
-    """Return KernelTraits. Constructed inside a kernel, its fields would become run-time values."""
-    return KernelTraits(*fields)
+def make_traits(given, **derived):
+    """Return KernelTraits from the traits of a launch, and those that the kernel derives.
+
+    Constructed inside a kernel, its fields would become run-time values.
+    """
+    fields = given._asdict() | derived
+    return KernelTraits(**{name: fields[name] for name in KernelTraits._fields})
 
 
 @gluon.constexpr_function

@@ -38,6 +38,7 @@ keys equal to k.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.chunk.kernels.sm90.common import barrier, consumer_release
 from deltazoo.backends.triton.chunk.kernels.sm90.sweep_consumer import sweep_chunk
 from deltazoo.backends.triton.chunk.kernels.sm90.sweep_producer import producer
@@ -85,88 +86,91 @@ def consumer(
         gl.store((dstate_at + opaque_zero(chunks_left, 23)) + (j * traits.V + i), dS, mask=inside)
 
 
+@takes(
+    pointers="q k v b do gates wy_tiles dstate states v_new dq dk dv dgates state_products partial starts slopes cu",
+    traits=(
+        "H HV K V C DECAY DELTA ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED DU_IS_DV UNIT SEGMENT_CHUNKS MIN_BETA "
+        "TERMS"
+    ),
+)
 @gluon.jit(do_not_specialize=["slots", "num_scratch_slots", "T", "window", "windows", "num_segments"])
 def sm90_backward_sweep_kernel(
-    q, k, v, b, do, gates, wy_tiles, dstate, states, v_new, dq, dk, dv, dgates, state_products, partial, starts, slopes,
-    cu, slots, num_scratch_slots, scale, T, window, windows, num_segments,
-    H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr,
-    DECAY: gl.constexpr, DELTA: gl.constexpr, ERASE: gl.constexpr, WRITE: gl.constexpr,
-    ERASE_PREVIOUS: gl.constexpr, READ_BEFORE: gl.constexpr, PACKED: gl.constexpr, DU_IS_DV: gl.constexpr,
-    UNIT: gl.constexpr, SEGMENT_CHUNKS: gl.constexpr, MIN_BETA: gl.constexpr, TERMS: gl.constexpr,
-):  # fmt: skip
+    gmem, slots, num_scratch_slots, scale, T, window, windows, num_segments, traits: gl.constexpr
+):
     """Parameters as in portable/reverse.py and portable/gradients.py; results as in portable/gradients.py, with two K
     tiles per V tile.
 
     Launch with 8 warps and 168 registers per thread. warp_specialize adds the producer's 4 warps and reallocates the
     registers: 240 per thread in the consumers and 24 in the producer, or 232 and 40 (sweep_traits.producer_registers).
     """
+    HV: gl.constexpr = traits.HV
+    K: gl.constexpr = traits.K
+    V: gl.constexpr = traits.V
+    C: gl.constexpr = traits.C
+    DELTA: gl.constexpr = traits.DELTA
+    SEGMENT_CHUNKS: gl.constexpr = traits.SEGMENT_CHUNKS
+    v = gmem.v
+    do = gmem.do
+    dstate = gmem.dstate
+    states = gmem.states
+    x = gmem.v_new if DELTA else gmem.v
+    dv = gmem.dv
+    dgates = gmem.dgates
+    state_products = gmem.state_products
+    if SEGMENT_CHUNKS > 0:
+        starts = gmem.starts
     gl.static_assert(C == 64 and K > 64 and K <= 128 and (V <= 128 or V % 128 == 0))
-    gl.static_assert(states.dtype == k.dtype and k.dtype.element_ty.primitive_bitwidth == 16)
-    dtype: gl.constexpr = k.dtype.element_ty
+    gl.static_assert(states.dtype == gmem.k.dtype and gmem.k.dtype.element_ty.primitive_bitwidth == 16)
+    dtype: gl.constexpr = gmem.k.dtype.element_ty
     pid = gl.program_id(0)
     TILES: gl.constexpr = (V + 127) // 128
     share = pid % (HV * TILES)
     hv = share // TILES
     n, segment = sequence_and_segment(pid // (HV * TILES), num_segments, HV * TILES)
     start, length, slot, window_first, first_scratch_slot, first, end = chunk_range(
-        n, segment, cu, T, window, windows, C, UNIT, SEGMENT_CHUNKS, PACKED
+        n, segment, gmem.cu, T, window, windows, C, traits.UNIT, SEGMENT_CHUNKS, traits.PACKED
     )
     if first < end:
-        traits: gl.constexpr = make_traits(
-            H,
-            HV,
-            K,
-            V,
-            HV * TILES,
-            DECAY,
-            DELTA,
-            ERASE,
-            WRITE,
-            ERASE_PREVIOUS,
-            READ_BEFORE,
-            DU_IS_DV,
-            MIN_BETA,
-            dtype,
-            TERMS,
-        )
+        derived: gl.constexpr = make_traits(traits, SHARES=HV * TILES, dtype=dtype)
         if TILES > 1:
             # advance the pointers to the program's tile of values, and to its partial sums
             tile = share % TILES
-            GATE_ROWS: gl.constexpr = 4 if ERASE_PREVIOUS or READ_BEFORE else 3
+            GATE_ROWS: gl.constexpr = 4 if traits.ERASE_PREVIOUS or traits.READ_BEFORE else 3
             v += tile * 128
             do += tile * 128
             dv += tile * 128
             dstate += tile * 128
             states += tile * (128 * K)
-            if DELTA:
-                v_new += tile * 128
+            x += tile * 128
             if SEGMENT_CHUNKS > 0:
                 starts += tile * (128 * K)
             tile_offset = tile * 2 * (slots.to(gl.int64) * HV)
             state_products += tile_offset
             dgates += tile_offset * (GATE_ROWS * 64)
-        grads = GradientPointers(dq, dk, dv, dgates, state_products, partial, slopes)
-        smem = allocate_smem(traits, wy_tiles.dtype.element_ty if DELTA else dtype, 1, slopes is not None)
-        values = v_new if DELTA else v
+        grads = GradientPointers(
+            dq=gmem.dq, dk=gmem.dk, dv=dv, dgates=dgates, state_products=state_products, partial=gmem.partial,
+            slopes=gmem.slopes,
+        )  # fmt: skip
+        smem = allocate_smem(derived, gmem.wy_tiles.dtype.element_ty if DELTA else dtype, 1, gmem.slopes is not None)
         gl.warp_specialize(
             [
                 (
                     consumer,
                     (
-                        v, b, grads, dstate, starts, scale, smem,
+                        v, gmem.b, grads, dstate, starts if SEGMENT_CHUNKS > 0 else gmem.starts, scale, smem,
                         slot, slots, num_scratch_slots, windows, first, end, n, segment,
                         segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), hv,
-                        traits, SEGMENT_CHUNKS,
+                        derived, SEGMENT_CHUNKS,
                     ),
                 ),
                 (
                     producer,
                     (
-                        q, k, do, gates, wy_tiles, states, values, smem,
-                        start, length, slot, window_first, first, end, first_scratch_slot, hv, share, traits,
+                        gmem.q, gmem.k, do, gmem.gates, gmem.wy_tiles, states, x, smem,
+                        start, length, slot, window_first, first, end, first_scratch_slot, hv, share, derived,
                     ),
                 ),
             ],
             [4],
-            [producer_registers(DECAY, DELTA)],
+            [producer_registers(traits.DECAY, DELTA)],
         )  # fmt: skip

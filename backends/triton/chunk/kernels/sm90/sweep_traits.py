@@ -43,13 +43,17 @@ class KernelTraits(NamedTuple):
     DU_IS_DV: Any
     MIN_BETA: Any
     dtype: Any
-    TERMS: Any = 1
+    TERMS: Any
 
 
 @gluon.constexpr_function
-def make_traits(*fields):
-    """Return KernelTraits. Constructed inside a kernel, its fields would become run-time values."""
-    return KernelTraits(*fields)
+def make_traits(given, **derived):
+    """Return KernelTraits from the traits of a launch, and those that the kernel derives.
+
+    Constructed inside a kernel, its fields would become run-time values.
+    """
+    fields = given._asdict() | derived
+    return KernelTraits(**{name: fields[name] for name in KernelTraits._fields})
 
 
 @gluon.constexpr_function

@@ -26,6 +26,7 @@ from deltazoo.backends.triton.chunk.kernels.portable.channel.dplr_levels import 
     load_operands,
     pair_factors,
 )
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import WEAK, load_rows, locate_scratch_chunk, store_rows
 
 
@@ -59,16 +60,20 @@ def add_pair_gradients(
 
 
 @triton.jit
-def chunk_gradients(
-    q, k, e, v_key, v, log_decay, do, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, scale,
-    start, length, c, scratch_slot, hv, tile,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    READ_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-    MARKED: tl.constexpr,
-):  # fmt: skip
+def chunk_gradients(gmem, scale, start, length, c, scratch_slot, hv, tile, traits: tl.constexpr):
     """Compute the gradients of chunk c of a sequence, for one head and tile of keys."""
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    BV: tl.constexpr = traits.BV
+    READ_BEFORE: tl.constexpr = traits.READ_BEFORE
+    EXACT: tl.constexpr = traits.EXACT
+    PREC: tl.constexpr = traits.PREC
+    STAGES: tl.constexpr = traits.STAGES
     NV: tl.constexpr = (V + BV - 1) // BV
-    dtype: tl.constexpr = states.dtype.element_ty
+    dtype: tl.constexpr = gmem.states.dtype.element_ty
     # with float16 no decay counts as weak, because operands scaled by up to 2^WEAK may overflow
     BOUND: tl.constexpr = 0.0 if dtype == tl.float16 else WEAK
     i = tl.arange(0, C)
@@ -87,10 +92,10 @@ def chunk_gradients(
     for tv in tl.range(0, NV, num_stages=STAGES):
         vs = tv * BV + tl.arange(0, BV)
         in_v = vs < V
-        do_tile = load_rows(do + value, i, vs, in_time, in_v, HV * V).to(dtype)
-        v_T = tl.trans(load_rows(v + value, i, vs, in_time, in_v, HV * V).to(dtype))
-        x_T = tl.trans(load_rows(v_new + scratch_value, i, vs, i < C, in_v, HV * V))
-        du_tile = load_rows(du + scratch_value, i, vs, i < C, in_v, HV * V)
+        do_tile = load_rows(gmem.do + value, i, vs, in_time, in_v, HV * V).to(dtype)
+        v_T = tl.trans(load_rows(gmem.v + value, i, vs, in_time, in_v, HV * V).to(dtype))
+        x_T = tl.trans(load_rows(gmem.v_new + scratch_value, i, vs, i < C, in_v, HV * V))
+        du_tile = load_rows(gmem.du + scratch_value, i, vs, i < C, in_v, HV * V)
         dP = tl.dot(do_tile, x_T, dP, input_precision=PREC)
         dR = tl.dot(do_tile, v_T, dR, input_precision=PREC)
         dA = tl.dot(du_tile, x_T, dA, input_precision=PREC)
@@ -114,12 +119,12 @@ def chunk_gradients(
     for tv in tl.range(0, NV, num_stages=STAGES):
         vs = tv * BV + tl.arange(0, BV)
         in_v = vs < V
-        S = load_rows(states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
-        dS = load_rows(dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
-        do_tile = load_rows(do + value, i, vs, in_time, in_v, HV * V).to(dtype)
-        v_tile = load_rows(v + value, i, vs, in_time, in_v, HV * V).to(dtype)
-        x = load_rows(v_new + scratch_value, i, vs, i < C, in_v, HV * V)
-        du_tile = load_rows(du + scratch_value, i, vs, i < C, in_v, HV * V)
+        S = load_rows(gmem.states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+        dS = load_rows(gmem.dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+        do_tile = load_rows(gmem.do + value, i, vs, in_time, in_v, HV * V).to(dtype)
+        v_tile = load_rows(gmem.v + value, i, vs, in_time, in_v, HV * V).to(dtype)
+        x = load_rows(gmem.v_new + scratch_value, i, vs, i < C, in_v, HV * V)
+        du_tile = load_rows(gmem.du + scratch_value, i, vs, i < C, in_v, HV * V)
         dq_tile = tl.dot(do_tile, S, dq_tile, input_precision=PREC)
         de_tile = tl.dot(du_tile, S, de_tile, input_precision=PREC)
         dk_tile = tl.dot(x, dS, dk_tile, input_precision=PREC)
@@ -127,7 +132,8 @@ def chunk_gradients(
         S_dot_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
     q_tile, k_tile, e_tile, m_tile, g, G, to_end = load_operands(
-        q + head, k + head, e + head, v_key + head, log_decay + head, i, ks, in_time, in_k, HV * K, EXACT
+        gmem.q + head, gmem.k + head, gmem.e + head, gmem.v_key + head, gmem.log_decay + head, i, ks, in_time,
+        in_k, HV * K, EXACT,
     )  # fmt: skip
     is_weak, middle = is_weak_decay(G, C, BOUND)
     dq_tile *= tl.exp2(G - g if READ_BEFORE else G) * scale
@@ -137,7 +143,7 @@ def chunk_gradients(
     state_product = tl.exp2(tl.sum(g, 0)) * S_dot_dS + tl.sum(
         k_tile.to(tl.float32) * dk_tile + m_tile.to(tl.float32) * dm_tile, 0
     )
-    if is_weak and not MARKED:
+    if is_weak and not traits.MARKED:
         dq_tile, de_tile, dk_tile, dm_tile = add_pair_gradients(
             dq_tile, de_tile, dk_tile, dm_tile, dP, dR, dA, dB, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True,
             READ_BEFORE, EXACT, PREC,
@@ -159,27 +165,25 @@ def chunk_gradients(
     else:
         late_terms += q_tile * dq_tile
     dg = tl.cumsum(late_terms + early_terms, 0, reverse=True) - early_terms + state_product[None, :]
-    if not HAS_STATE:  # the first decay of a sequence scales nothing
+    if not traits.HAS_STATE:  # the first decay of a sequence scales nothing
         dg = tl.where((c * C + i > 0)[:, None], dg, 0.0)
-    store_rows(dlog_decay + head, dg, i, ks, in_time, in_k, HV * K)
+    store_rows(gmem.dlog_decay + head, dg, i, ks, in_time, in_k, HV * K)
     if not READ_BEFORE:
         dq_tile += dP_diagonal[:, None] * k_tile + dR_diagonal[:, None] * m_tile
         dk_tile += dP_diagonal[:, None] * q_tile
         dm_tile += dR_diagonal[:, None] * q_tile
-    store_rows(dq + head, dq_tile, i, ks, in_time, in_k, HV * K)
-    store_rows(dk + head, dk_tile, i, ks, in_time, in_k, HV * K)
-    store_rows(de + head, de_tile, i, ks, in_time, in_k, HV * K)
-    store_rows(dv_key + head, dm_tile, i, ks, in_time, in_k, HV * K)
+    store_rows(gmem.dq + head, dq_tile, i, ks, in_time, in_k, HV * K)
+    store_rows(gmem.dk + head, dk_tile, i, ks, in_time, in_k, HV * K)
+    store_rows(gmem.de + head, de_tile, i, ks, in_time, in_k, HV * K)
+    store_rows(gmem.dv_key + head, dm_tile, i, ks, in_time, in_k, HV * K)
 
 
+@takes(
+    pointers="q k e v_key v log_decay do gates states dstates v_new du dq dk de dv_key dlog_decay cu",
+    traits="HV K V C BK BV READ_BEFORE HAS_STATE PACKED UNIT EXACT PREC STAGES HEADS MARKED",
+)
 @triton.jit(do_not_specialize=["N", "T", "window", "windows"])
-def dplr_gradients_kernel(
-    q, k, e, v_key, v, log_decay, do, gates, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, cu, N, scale,
-    T, window, windows,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    READ_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr,
-    EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, HEADS: tl.constexpr, MARKED: tl.constexpr,
-):  # fmt: skip
+def dplr_gradients_kernel(gmem, N, scale, T, window, windows, traits: tl.constexpr):
     """Compute the gradients of the operands of DPLR chunks.
 
     Grid: scratch slot, block of HEADS heads, K tile. For each head a program computes [C, BK] of the gradients. MARKED:
@@ -188,20 +192,23 @@ def dplr_gradients_kernel(
     Reads states, dstates [scratch slot, HV, V, K]; v_new (x of each chunk), du [scratch slot, C, HV, V]; the operands
     and do. Writes dq, dk, de, dv_key (dm), dlog_decay [B, T, HV, K].
     """
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    HEADS: tl.constexpr = traits.HEADS
     NK: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = (HV + HEADS - 1) // HEADS
     pid = tl.program_id(0)
     tile = pid % NK
     first = pid // NK % BLOCKS * HEADS
     scratch_slot = pid // NK // BLOCKS
-    start, length, slot, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED)
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
+    )
     last = tl.where(in_use, tl.minimum(first + HEADS, HV), first)
-    if MARKED:
-        last = tl.where(any_marked(gates, slot, first, last, HV, K, C, HEADS), last, first)
+    if traits.MARKED:
+        last = tl.where(any_marked(gmem.gates, slot, first, last, HV, K, C, HEADS), last, first)
     for hv in tl.range(first, last, num_stages=1):
-        if is_marked(gates, tl.cast(slot, tl.int64) * HV + hv, K, C, MARKED):
-            chunk_gradients(
-                q, k, e, v_key, v, log_decay, do, states, dstates, v_new, du, dq, dk, de, dv_key, dlog_decay, scale,
-                start, length, c, scratch_slot, hv, tile, HV, K, V, C, BK, BV, READ_BEFORE, HAS_STATE, EXACT, PREC,
-                STAGES, MARKED,
-            )  # fmt: skip
+        if is_marked(gmem.gates, tl.cast(slot, tl.int64) * HV + hv, K, C, traits.MARKED):
+            chunk_gradients(gmem, scale, start, length, c, scratch_slot, hv, tile, traits)

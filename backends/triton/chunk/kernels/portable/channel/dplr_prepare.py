@@ -27,6 +27,7 @@ from deltazoo.backends.triton.chunk.kernels.portable.channel.dplr_levels import 
 )
 from deltazoo.backends.triton.chunk.kernels.portable.prepare import diagonal_blocks_of_8, unit_lower_inverse
 from deltazoo.backends.triton.chunk.kernels.portable.wy_tiles import store_wy_tiles
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import WEAK, locate_chunk, store_rows
 
 
@@ -58,19 +59,21 @@ def add_pairs(
 
 
 @triton.jit
-def prepare_chunk(
-    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, N, T, scale, start, length, t0, chunk, hv,
-    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    MARKED: tl.constexpr,
-):  # fmt: skip
+def prepare_chunk(gmem, N, T, scale, start, length, t0, chunk, hv, traits: tl.constexpr):
     """Prepare the chunk that starts at token t0 of a sequence, for one head."""
-    EXACT: tl.constexpr = tl.float32 == OPERAND
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    READ_BEFORE: tl.constexpr = traits.READ_BEFORE
+    PREC: tl.constexpr = traits.PREC
+    PREC_INVERSE: tl.constexpr = traits.PREC_INVERSE
+    EXACT: tl.constexpr = tl.float32 == traits.OPERAND
     i = tl.arange(0, C)
     in_time = i < length - t0
     head = ((start + t0) * HV + hv) * K
-    gate_row = gates + chunk * (K + C)
-    tile_size = (T.to(tl.int64) if PACKED else N.to(tl.int64) * T) * HV * K
+    gate_row = gmem.gates + chunk * (K + C)
+    tile_size = (T.to(tl.int64) if traits.PACKED else N.to(tl.int64) * T) * HV * K
     A = tl.zeros([C, C], tl.float32)
     B = tl.zeros([C, C], tl.float32)
     P = tl.zeros([C, C], tl.float32)
@@ -80,11 +83,12 @@ def prepare_chunk(
         ks = tile * BK + tl.arange(0, BK)
         in_k = ks < K
         q_tile, k_tile, e_tile, m_tile, g, G, to_end = load_operands(
-            q + head, k + head, e + head, v_key + head, log_decay + head, i, ks, in_time, in_k, HV * K, EXACT
+            gmem.q + head, gmem.k + head, gmem.e + head, gmem.v_key + head, gmem.log_decay + head, i, ks, in_time,
+            in_k, HV * K, EXACT,
         )  # fmt: skip
         is_weak, middle = is_weak_decay(G, C, WEAK)
         tl.store(gate_row + ks, tl.exp2(tl.sum(g, 0)), mask=in_k)
-        at = scaled + head
+        at = gmem.scaled + head
         store_rows(
             at, q_tile.to(tl.float32) * scale * tl.exp2(G - g if READ_BEFORE else G), i, ks, in_time, in_k, HV * K
         )
@@ -95,7 +99,7 @@ def prepare_chunk(
             q_float32 = q_tile.to(tl.float32)
             P += tl.where(diagonal, tl.sum(q_float32 * k_tile.to(tl.float32), 1)[:, None], 0.0)
             R += tl.where(diagonal, tl.sum(q_float32 * m_tile.to(tl.float32), 1)[:, None], 0.0)
-        if is_weak and not MARKED:
+        if is_weak and not traits.MARKED:
             A, B, P, R = add_pairs(
                 A, B, P, R, q_tile, k_tile, e_tile, m_tile, g, G, middle, 0, True, READ_BEFORE, EXACT, PREC
             )
@@ -106,20 +110,19 @@ def prepare_chunk(
                 )
     P *= scale
     R *= scale
-    dtype: tl.constexpr = q.dtype.element_ty
-    tl.store(decay_bounds + chunk, 0.0)
-    store_wy_tiles(wy_tiles, B, diagonal_blocks_of_8(B[None, :, :]), tl.trans(R), dtype, chunk * 2 + 1, i, C, 1)
-    T_inverse, T_blocks = unit_lower_inverse(-A, C, OPERAND, PREC_INVERSE, BLOCK)
-    store_wy_tiles(wy_tiles, T_inverse, T_blocks, tl.trans(P), dtype, chunk * 2, i, C, 1)
+    dtype: tl.constexpr = gmem.q.dtype.element_ty
+    tl.store(gmem.decay_bounds + chunk, 0.0)
+    store_wy_tiles(gmem.wy_tiles, B, diagonal_blocks_of_8(B[None, :, :]), tl.trans(R), dtype, chunk * 2 + 1, i, C, 1)
+    T_inverse, T_blocks = unit_lower_inverse(-A, C, traits.OPERAND, PREC_INVERSE, traits.BLOCK)
+    store_wy_tiles(gmem.wy_tiles, T_inverse, T_blocks, tl.trans(P), dtype, chunk * 2, i, C, 1)
 
 
+@takes(
+    pointers="q k e v_key log_decay gates decay_bounds wy_tiles scaled cu",
+    traits="HV K C BK READ_BEFORE PACKED OPERAND PREC PREC_INVERSE BLOCK HEADS MARKED",
+)
 @triton.jit(do_not_specialize=["N", "T"])
-def dplr_prepare_kernel(
-    q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
-    HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr, OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, MARKED: tl.constexpr,
-):  # fmt: skip
+def dplr_prepare_kernel(gmem, N, T, scale, traits: tl.constexpr):
     """Prepare the chunks of a DPLR update.
 
     Grid: chunk slot, block of HEADS heads. MARKED: it prepares only the chunks that sm90/dplr_prepare.py has marked
@@ -129,17 +132,19 @@ def dplr_prepare_kernel(
     Writes scaled [4, B, T, HV, K] = Q, k_decayed, E, M; gates [slots, HV, K + C], of which 2^Gend per channel; wy_tiles
     [slots, HV, 2, C, C + 8] = T with P and B with R, each as in ../wy_tiles.py; decay_bounds [slots, HV] = 0.
     """
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    C: tl.constexpr = traits.C
+    PACKED: tl.constexpr = traits.PACKED
+    HEADS: tl.constexpr = traits.HEADS
     BLOCKS: tl.constexpr = (HV + HEADS - 1) // HEADS
     slot = tl.program_id(0) // BLOCKS
     first = tl.program_id(0) % BLOCKS * HEADS
-    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, gmem.cu, N, T, C, PACKED)
     last = tl.where(t0 < length, tl.minimum(first + HEADS, HV), first)
-    if MARKED:
-        last = tl.where(any_marked(gates, slot, first, last, HV, K, C, HEADS), last, first)
+    if traits.MARKED:
+        last = tl.where(any_marked(gmem.gates, slot, first, last, HV, K, C, HEADS), last, first)
     for hv in tl.range(first, last, num_stages=1):
         chunk = tl.cast(slot, tl.int64) * HV + hv
-        if is_marked(gates, chunk, K, C, MARKED):
-            prepare_chunk(
-                q, k, e, v_key, log_decay, gates, decay_bounds, wy_tiles, scaled, N, T, scale, start, length, t0, chunk,
-                hv, HV, K, C, BK, READ_BEFORE, PACKED, OPERAND, PREC, PREC_INVERSE, BLOCK, MARKED,
-            )  # fmt: skip
+        if is_marked(gmem.gates, chunk, K, C, traits.MARKED):
+            prepare_chunk(gmem, N, T, scale, start, length, t0, chunk, hv, traits)

@@ -24,6 +24,7 @@ from deltazoo.backends.triton.chunk.kernels.portable.channel.decay_levels import
     load_channel_decays,
     sum_selected,
 )
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import (
     clamp_away_from_zero,
     load_rows,
@@ -32,17 +33,15 @@ from deltazoo.backends.triton.device.layout import (
 )
 
 
+@takes(
+    pointers="q k e v log_decay b w do states dstates v_new du dq dk de dlog_decay dgates partial cu",
+    traits=(
+        "H HV K V C BK BV DELTA ERASE_KEY ERASE_CHANNELS ERASE WRITE STORED_DU ERASE_PREVIOUS READ_BEFORE HAS_STATE "
+        "PACKED MIN_BETA UNIT EXACT PREC STAGES"
+    ),
+)
 @triton.jit(do_not_specialize=["N", "slots", "num_scratch_slots", "T", "window", "windows"])
-def channel_gradients_kernel(
-    q, k, e, v, log_decay, b, w, do, states, dstates, v_new, du, dq, dk, de, dlog_decay, dgates, partial, cu, N,
-    slots, num_scratch_slots, scale, T, window, windows,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
-    DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE_CHANNELS: tl.constexpr, ERASE: tl.constexpr,
-    WRITE: tl.constexpr, STORED_DU: tl.constexpr,
-    ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    MIN_BETA: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def channel_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, windows, traits: tl.constexpr):
     """Compute the gradients of one chunk.
 
     Grid: scratch slot, value head, K tile. Each program owns [C, BK] of dq, dk and de and loops over V tiles.
@@ -56,19 +55,34 @@ def channel_gradients_kernel(
     ERASE_CHANNELS: e holds the erase strength of each channel, and the erase key is e k; de is then the gradient of the
     strengths.
     """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    BV: tl.constexpr = traits.BV
+    DELTA: tl.constexpr = traits.DELTA
+    WRITE: tl.constexpr = traits.WRITE
+    ERASE_PREVIOUS: tl.constexpr = traits.ERASE_PREVIOUS
+    READ_BEFORE: tl.constexpr = traits.READ_BEFORE
+    EXACT: tl.constexpr = traits.EXACT
+    PREC: tl.constexpr = traits.PREC
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
-    RECOVER_DU: tl.constexpr = DELTA and WRITE and not STORED_DU
+    RECOVER_DU: tl.constexpr = DELTA and WRITE and not traits.STORED_DU
     ANY_EARLY: tl.constexpr = READ_BEFORE or (DELTA and ERASE_PREVIOUS)
     pid = tl.program_id(0)
     tile = pid % NK
     hv = pid // NK % HV
     h = hv // GROUP
     scratch_slot = pid // NK // HV
-    start, length, slot, c, in_use = locate_scratch_chunk(scratch_slot, cu, N, T, window, windows, C, UNIT, PACKED)
+    start, length, slot, c, in_use = locate_scratch_chunk(
+        scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
+    )
     if in_use:
-        dtype: tl.constexpr = states.dtype.element_ty
+        dtype: tl.constexpr = gmem.states.dtype.element_ty
         i = tl.arange(0, C)
         in_time = i < length - c * C
         row = start + c * C
@@ -80,7 +94,7 @@ def channel_gradients_kernel(
         value_offset = (row * HV + hv) * V
         scratch_value_offset = (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * V
         if WRITE:
-            write = tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
+            write = tl.load(gmem.w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
         dq_tile = tl.zeros([C, BK], tl.float32)  # do S0^T
         dy_tile = tl.zeros([C, BK], tl.float32)  # du S0^T
         dk_tile = tl.zeros([C, BK], tl.float32)  # x dS'^T
@@ -88,36 +102,36 @@ def channel_gradients_kernel(
         dA = tl.zeros([C, C], tl.float32)
         S_dot_dS = tl.zeros([BK], tl.float32)
         dwrite = tl.zeros([C], tl.float32)
-        for tv in tl.range(0, NV, num_stages=STAGES):
+        for tv in tl.range(0, NV, num_stages=traits.STAGES):
             vs = tv * BV + tl.arange(0, BV)
             in_v = vs < V
-            do_tile = load_rows(do + value_offset, i, vs, in_time, in_v, HV * V).to(dtype)
+            do_tile = load_rows(gmem.do + value_offset, i, vs, in_time, in_v, HV * V).to(dtype)
             if DELTA:
-                x = load_rows(v_new + scratch_value_offset, i, vs, i < C, in_v, HV * V)
+                x = load_rows(gmem.v_new + scratch_value_offset, i, vs, i < C, in_v, HV * V)
             else:
-                x = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V)
+                x = load_rows(gmem.v + value_offset, i, vs, in_time, in_v, HV * V)
                 if WRITE:
                     x = x.to(tl.float32) * write[:, None]
                 x = x.to(dtype)
-            S = load_rows(states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
-            dS = load_rows(dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+            S = load_rows(gmem.states + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
+            dS = load_rows(gmem.dstates + scratch_chunk * V * K, vs, ks, in_v, in_k, K)
             dq_tile = tl.dot(do_tile, S, dq_tile, input_precision=PREC)
             dP = tl.dot(do_tile, tl.trans(x), dP, input_precision=PREC)
             dk_tile = tl.dot(x, dS, dk_tile, input_precision=PREC)
             S_dot_dS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
             if DELTA or WRITE:
-                du_rows = du + (scratch_value_offset if STORED_DU else value_offset)
-                du_tile = load_rows(du_rows, i, vs, (i < C) if STORED_DU else in_time, in_v, HV * V).to(dtype)
+                du_rows = gmem.du + (scratch_value_offset if traits.STORED_DU else value_offset)
+                du_tile = load_rows(du_rows, i, vs, (i < C) if traits.STORED_DU else in_time, in_v, HV * V).to(dtype)
             if DELTA:
                 dy_tile = tl.dot(du_tile, S, dy_tile, input_precision=PREC)
                 dA = tl.dot(du_tile, tl.trans(x), dA, input_precision=PREC)
             if WRITE and not RECOVER_DU:
-                v_tile = load_rows(v + value_offset, i, vs, in_time, in_v, HV * V).to(tl.float32)
+                v_tile = load_rows(gmem.v + value_offset, i, vs, in_time, in_v, HV * V).to(tl.float32)
                 dwrite += tl.sum(v_tile * du_tile.to(tl.float32), 1)
 
-        g = load_channel_decays(log_decay + value_head_offset, i, ks, in_time, in_k, HV * K)
-        k_tile = load_rows(k + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
-        q_tile = load_rows(q + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+        g = load_channel_decays(gmem.log_decay + value_head_offset, i, ks, in_time, in_k, HV * K)
+        k_tile = load_rows(gmem.k + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+        q_tile = load_rows(gmem.q + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
         decay = tl.exp2(sum_selected(i[:, None] >= i[None, :], g, EXACT))
         decay_early = decay
         if ANY_EARLY:
@@ -129,19 +143,19 @@ def channel_gradients_kernel(
         read_diagonal = tl.sum(tl.where(i[:, None] == i[None, :], dP, 0.0), 1)
         if DELTA:
             e_tile = k_tile
-            if ERASE_KEY:
-                e_tile = load_rows(e + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
-                if ERASE_CHANNELS:
+            if traits.ERASE_KEY:
+                e_tile = load_rows(gmem.e + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+                if traits.ERASE_CHANNELS:
                     erase_tile = e_tile
                     e_tile *= k_tile
             y_tile = e_tile
-            if ERASE:
-                erase = tl.load(b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
+            if traits.ERASE:
+                erase = tl.load(gmem.b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
                 y_tile = e_tile * erase[:, None]
             if RECOVER_DU:
                 dwrite = tl.sum(tl.where(i[:, None] == i[None, :], dA, 0.0), 1)
-                dA /= clamp_away_from_zero(erase, MIN_BETA)[:, None]
-                dy_tile /= clamp_away_from_zero(erase, MIN_BETA)[:, None]
+                dA /= clamp_away_from_zero(erase, traits.MIN_BETA)[:, None]
+                dy_tile /= clamp_away_from_zero(erase, traits.MIN_BETA)[:, None]
             dy_tile *= -(decay_early if ERASE_PREVIOUS else decay)
         for level in tl.range(0, levels_of(C), num_stages=1):
             upper = is_upper(i, level)[:, None]
@@ -176,29 +190,33 @@ def channel_gradients_kernel(
         dg = tl.cumsum(late_terms, 0, reverse=True) + state_product[None, :]
         if ANY_EARLY:
             dg += tl.cumsum(early_terms, 0, reverse=True) - early_terms
-        if not HAS_STATE:  # the first decay of a sequence scales nothing
+        if not traits.HAS_STATE:  # the first decay of a sequence scales nothing
             dg = tl.where((c * C + i > 0)[:, None], dg, 0.0)
-        store_rows(dlog_decay + value_head_offset, dg, i, ks, in_time, in_k, HV * K)
+        store_rows(gmem.dlog_decay + value_head_offset, dg, i, ks, in_time, in_k, HV * K)
         if not READ_BEFORE:
             dq_tile += read_diagonal[:, None] * k_tile
             dk_tile += read_diagonal[:, None] * q_tile
-        gate_row = dgates + (tl.cast(tile, tl.int64) * slots * HV + tl.cast(slot, tl.int64) * HV + hv) * 3 * C
+        gate_row = gmem.dgates + (tl.cast(tile, tl.int64) * slots * HV + tl.cast(slot, tl.int64) * HV + hv) * 3 * C
         if WRITE:
             complete: tl.constexpr = NK == 1 or RECOVER_DU
             tl.store(gate_row + 2 * C + i, dwrite if complete else tl.where(tile == 0, dwrite, 0.0))
         if GROUP > 1:
-            partial_dq = partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
+            partial_dq = gmem.partial + (tl.cast(scratch_slot, tl.int64) * C * HV + hv) * K
             partial_size = tl.cast(num_scratch_slots, tl.int64) * C * HV * K
             dq_at, dk_at, de_at = partial_dq, partial_dq + partial_size, partial_dq + 2 * partial_size
         else:
-            dq_at, dk_at, de_at = dq + key_offset, dk + key_offset, de + key_offset if ERASE_KEY else dk
+            dq_at, dk_at, de_at = (
+                gmem.dq + key_offset,
+                gmem.dk + key_offset,
+                gmem.de + key_offset if traits.ERASE_KEY else gmem.dk,
+            )
         STRIDE: tl.constexpr = HV * K
         if DELTA:
-            if ERASE:
-                dy_tile *= clamp_away_from_zero(erase, MIN_BETA)[:, None]
+            if traits.ERASE:
+                dy_tile *= clamp_away_from_zero(erase, traits.MIN_BETA)[:, None]
                 tl.store(gate_row + C + i, tl.sum(e_tile * dy_tile, 1))
-            if ERASE_KEY:
-                if ERASE_CHANNELS:
+            if traits.ERASE_KEY:
+                if traits.ERASE_CHANNELS:
                     dk_tile += dy_tile * erase_tile
                     dy_tile *= k_tile
                 store_rows(de_at, dy_tile, i, ks, in_time, in_k, STRIDE)

@@ -25,17 +25,19 @@ from deltazoo.backends.triton.chunk.kernels.portable.channel.decay_levels import
 )
 from deltazoo.backends.triton.chunk.kernels.portable.prepare import unit_lower_inverse
 from deltazoo.backends.triton.chunk.kernels.portable.wy_tiles import store_wy_tiles
+from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import load_rows, locate_chunk, store_rows
 
 
+@takes(
+    pointers="q k e log_decay b w gates decay_bounds wy_tiles scaled cu",
+    traits=(
+        "H HV K C BK DELTA ERASE_KEY ERASE_CHANNELS ERASE WRITE ERASE_PREVIOUS READ_BEFORE PACKED OPERAND PREC "
+        "PREC_INVERSE BLOCK"
+    ),
+)
 @triton.jit(do_not_specialize=["N", "T"])
-def channel_prepare_kernel(
-    q, k, e, log_decay, b, w, gates, decay_bounds, wy_tiles, scaled, cu, N, T, scale,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    DELTA: tl.constexpr, ERASE_KEY: tl.constexpr, ERASE_CHANNELS: tl.constexpr, ERASE: tl.constexpr,
-    WRITE: tl.constexpr, ERASE_PREVIOUS: tl.constexpr, READ_BEFORE: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr, PREC: tl.constexpr, PREC_INVERSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def channel_prepare_kernel(gmem, N, T, scale, traits: tl.constexpr):
     """Prepare the chunks of an update with a decay per channel.
 
     Grid: chunk slot, value head. Each program loops over tiles of BK keys.
@@ -44,24 +46,36 @@ def channel_prepare_kernel(
     Writes scaled [2 or 3, B, T, HV, K] = Q, k_decayed and with DELTA E; gates [slots, HV, K + C] = 2^Gend, w; wy_tiles
     [slots, HV, 1, C, C + 8], T and P (T = 0 without an erase term); decay_bounds [slots, HV] = 0.
     """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    C: tl.constexpr = traits.C
+    BK: tl.constexpr = traits.BK
+    DELTA: tl.constexpr = traits.DELTA
+    ERASE_PREVIOUS: tl.constexpr = traits.ERASE_PREVIOUS
+    READ_BEFORE: tl.constexpr = traits.READ_BEFORE
+    PACKED: tl.constexpr = traits.PACKED
+    OPERAND: tl.constexpr = traits.OPERAND
+    PREC: tl.constexpr = traits.PREC
+    PREC_INVERSE: tl.constexpr = traits.PREC_INVERSE
     pid = tl.program_id(0)
     slot = pid // HV
     hv = pid % HV
     h = hv // (HV // H)
-    start, length, t0 = locate_chunk(slot, cu, N, T, C, PACKED)
+    start, length, t0 = locate_chunk(slot, gmem.cu, N, T, C, PACKED)
     if t0 < length:
         EXACT: tl.constexpr = tl.float32 == OPERAND
-        SCALED: tl.constexpr = q.dtype.element_ty != OPERAND
+        SCALED: tl.constexpr = gmem.q.dtype.element_ty != OPERAND
         i = tl.arange(0, C)
         in_time = i < length - t0
         row = start + t0
         chunk = tl.cast(slot, tl.int64) * HV + hv
         tile_size = (tl.cast(T, tl.int64) if PACKED else tl.cast(N, tl.int64) * T) * HV * K
-        gate_row = gates + chunk * (K + C)
-        if WRITE:
-            tl.store(gate_row + K + i, tl.load(w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32))
-        if ERASE:
-            erase = tl.load(b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
+        gate_row = gmem.gates + chunk * (K + C)
+        if traits.WRITE:
+            tl.store(gate_row + K + i, tl.load(gmem.w + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32))
+        if traits.ERASE:
+            erase = tl.load(gmem.b + (row + i) * HV + hv, mask=in_time, other=0.0).to(tl.float32)
         A = tl.zeros([C, C], tl.float32)
         P = tl.zeros([C, C], tl.float32)
         for tile in range((K + BK - 1) // BK):
@@ -69,26 +83,26 @@ def channel_prepare_kernel(
             in_k = ks < K
             key_offset = (row * H + h) * K
             value_head_offset = (row * HV + hv) * K
-            g = load_channel_decays(log_decay + value_head_offset, i, ks, in_time, in_k, HV * K)
-            k_tile = load_rows(k + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
-            q_tile = load_rows(q + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32) * scale
+            g = load_channel_decays(gmem.log_decay + value_head_offset, i, ks, in_time, in_k, HV * K)
+            k_tile = load_rows(gmem.k + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+            q_tile = load_rows(gmem.q + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32) * scale
             G = sum_selected(i[:, None] >= i[None, :], g, EXACT)
             G_before = G
             if READ_BEFORE or (DELTA and ERASE_PREVIOUS):
                 G_before = sum_selected(i[:, None] > i[None, :], g, EXACT)
             G_to_end = sum_selected(i[:, None] < i[None, :], g, EXACT)
             tl.store(gate_row + ks, tl.exp2(tl.sum(g, 0)), mask=in_k)
-            at = scaled + value_head_offset
+            at = gmem.scaled + value_head_offset
             Q = q_tile * tl.exp2(G_before if READ_BEFORE else G)
             store_rows(at, Q, i, ks, in_time, in_k, HV * K)
             store_rows(at + tile_size, k_tile * tl.exp2(G_to_end), i, ks, in_time, in_k, HV * K)
             if DELTA:
                 e_tile = k_tile
-                if ERASE_KEY:
-                    e_tile = load_rows(e + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
-                    if ERASE_CHANNELS:
+                if traits.ERASE_KEY:
+                    e_tile = load_rows(gmem.e + key_offset, i, ks, in_time, in_k, H * K).to(tl.float32)
+                    if traits.ERASE_CHANNELS:
                         e_tile *= k_tile
-                if ERASE:
+                if traits.ERASE:
                     e_tile *= erase[:, None]
                 E = e_tile * tl.exp2(G_before if ERASE_PREVIOUS else G)
                 store_rows(at + 2 * tile_size, E, i, ks, in_time, in_k, HV * K)
@@ -113,9 +127,9 @@ def channel_prepare_kernel(
                     products = tl.dot(e_level, k_level, input_precision=PREC)
                     A += tl.where(in_block, products * e_scales[:, None] * k_scales[None, :], 0.0)
         if DELTA:
-            T_inverse, T_blocks = unit_lower_inverse(A, C, OPERAND, PREC_INVERSE, BLOCK)
+            T_inverse, T_blocks = unit_lower_inverse(A, C, OPERAND, PREC_INVERSE, traits.BLOCK)
         else:
             T_inverse = tl.zeros([C, C], tl.float32)
             T_blocks = tl.zeros([C, 8], tl.float32)
-        tl.store(decay_bounds + chunk, 0.0)
-        store_wy_tiles(wy_tiles, T_inverse, T_blocks, tl.trans(P), q.dtype.element_ty, chunk, i, C, 1)
+        tl.store(gmem.decay_bounds + chunk, 0.0)
+        store_wy_tiles(gmem.wy_tiles, T_inverse, T_blocks, tl.trans(P), gmem.q.dtype.element_ty, chunk, i, C, 1)
