@@ -48,7 +48,7 @@ class _Source(NamedTuple):
 
 
 # The sources of a kernel's parameters: of one tensor, or of a NamedTuple of tensors.
-_Sources = list[_Source | None | list[_Source | None]]
+_Sources = list[_Source | list[_Source | None] | None]
 
 
 class _Launch(NamedTuple):

@@ -81,6 +81,7 @@ from deltazoo.backends.triton.chunk.kernels.sm90.sweep_reductions import (
 from deltazoo.backends.triton.chunk.kernels.sm90.sweep_traits import (
     NUM_STAGES,
     GradientPointers,
+    Pipeline,
     allocate_smem,
     make_traits,
     producer_registers,
@@ -279,10 +280,10 @@ def consumer(
         chunks_left = interval_end - interval_first
         barrier()
         while chunks_left > 0:
-            opaque_one = 1 + opaque_zero(chunks_left, 23)
-            dS, chunks_left = sweep_chunk(
-                dS, v, b, grads, scale, smem, chunks_left, stage, phase, state_phase, opaque_one, slots, slots, traits
+            pipeline = Pipeline(
+                stage=stage, phase=phase, state_phase=state_phase, opaque_one=1 + opaque_zero(chunks_left, 23)
             )
+            dS, chunks_left = sweep_chunk(dS, v, b, grads, scale, smem, chunks_left, pipeline, slots, slots, traits)
             consumer_release(smem.empty.index(stage))
             phase = phase ^ stage
             stage = stage ^ 1

@@ -45,6 +45,7 @@ from deltazoo.backends.triton.chunk.kernels.sm90.sweep_producer import producer
 from deltazoo.backends.triton.chunk.kernels.sm90.sweep_reductions import ACC_VK, store_state_products
 from deltazoo.backends.triton.chunk.kernels.sm90.sweep_traits import (
     GradientPointers,
+    Pipeline,
     allocate_smem,
     make_traits,
     producer_registers,
@@ -72,8 +73,9 @@ def consumer(
     phase = 0
     chunks_left = end - first
     while chunks_left > 0:
+        pipeline = Pipeline(stage=stage, phase=phase, state_phase=stage, opaque_one=windows)
         dS, chunks_left = sweep_chunk(
-            dS, v, b, grads, scale, smem, chunks_left, stage, phase, stage, windows, slots, num_scratch_slots, traits
+            dS, v, b, grads, scale, smem, chunks_left, pipeline, slots, num_scratch_slots, traits
         )
         consumer_release(smem.empty.index(0))
         phase = phase ^ stage

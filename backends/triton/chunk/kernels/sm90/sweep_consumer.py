@@ -271,19 +271,16 @@ def chunk_gradients(
 
 @gluon.jit
 def sweep_chunk(
-    dS, v, b, grads, scale, smem, chunks_left, stage, phase, state_phase, opaque_one, slots, num_scratch_slots,
-    traits: gl.constexpr,
+    dS, v, b, grads, scale, smem, chunks_left, pipeline, slots, num_scratch_slots, traits: gl.constexpr,
 ):  # fmt: skip
     """Process a chunk: return the accumulators of dS^T before it, and the number of chunks that remain.
 
-    opaque_one: a positive integer that the compiler cannot fold. The number of chunks is read from chunk_info: as a
-    loop variable of the consumers it would be spilled, and every chunk would wait for the reload.
+    pipeline: sweep_traits.Pipeline. The number of chunks is read from chunk_info: as a loop variable of the consumers
+    it would be spilled, and every chunk would wait for the reload.
     """
-    dS, do_x, do_S = reverse_scan_chunk(
-        dS, grads, scale, smem, opaque_zero(chunks_left, 20), stage, phase, state_phase, slots, traits
-    )
+    dS, do_x, do_S = reverse_scan_chunk(dS, grads, scale, smem, opaque_zero(chunks_left, 20), pipeline, slots, traits)
     chunk_gradients(
-        do_x, do_S, v, b, grads, scale, smem, opaque_zero(chunks_left, 21), stage + opaque_zero(chunks_left, 22),
-        opaque_one, slots, num_scratch_slots, traits,
+        do_x, do_S, v, b, grads, scale, smem, opaque_zero(chunks_left, 21),
+        pipeline.stage + opaque_zero(chunks_left, 22), pipeline.opaque_one, slots, num_scratch_slots, traits,
     )  # fmt: skip
-    return dS, read_chunk_info(smem.chunk_info.index(stage), CHUNKS_LEFT).to(gl.int32)
+    return dS, read_chunk_info(smem.chunk_info.index(pipeline.stage), CHUNKS_LEFT).to(gl.int32)

@@ -58,13 +58,13 @@ def keep_stores_before_wait(value):
 
 
 @gluon.jit
-def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, slots, traits: gl.constexpr):
+def reverse_scan_chunk(dS, grads, scale, smem, zero, pipeline, slots, traits: gl.constexpr):
     """Compute dS^T before a chunk from dS^T after it, and store dv.
 
     Also stores the state product <dS, S> of the chunk processed before. Leaves in shared memory dS' and, with DELTA,
     du, otherwise P and dP.
 
-    state_phase: parity of the number of chunks processed before. zero: an opaque zero.
+    pipeline: sweep_traits.Pipeline. zero: an opaque zero.
     Returns: the accumulators of dS^T, of do x^T (in flight; without DELTA the complete dP) and of do S^T (in flight).
     """
     HV: gl.constexpr = traits.HV
@@ -76,8 +76,9 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     DU_IS_DV: gl.constexpr = traits.DU_IS_DV
     MIN_BETA: gl.constexpr = traits.MIN_BETA
     dtype: gl.constexpr = traits.dtype
+    stage = pipeline.stage
     dS_16 = to_16_bits(dS, dtype)
-    mbarrier.wait(smem.k_full.index(stage), phase)
+    mbarrier.wait(smem.k_full.index(stage), pipeline.phase)
     dx = gl.zeros([128, 64], gl.float32, ACC_VT)
     if traits.TERMS == 2:
         # complete before the other products are issued, which then do not share the registers with the low term
@@ -113,10 +114,10 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
     barrier()
     if traits.TERMS == 2:
         consumer_release(smem.du_empty)
-    mbarrier.wait(smem.q_full.index(stage), phase)
+    mbarrier.wait(smem.q_full.index(stage), pipeline.phase)
     if not DELTA:
         # dP and P
-        mbarrier.wait(smem.state_full, state_phase)
+        mbarrier.wait(smem.state_full, pipeline.state_phase)
         dP = gl.zeros([64, 64], gl.float32, ACC_TT)
         dP = warpgroup_mma(smem.do.index(stage), smem.x.index(zero).permute((1, 0)), dP, use_acc=False, is_async=True)
         P = gl.zeros([64, 64], gl.float32, ACC_TT)
@@ -148,12 +149,12 @@ def reverse_scan_chunk(dS, grads, scale, smem, zero, stage, phase, state_phase, 
         # du = T^T dx
         SCALED: gl.constexpr = smem.T.dtype == gl.float16 and dtype != gl.float16
         if traits.TERMS == 2:
-            mbarrier.wait(smem.T_low_full, state_phase)
+            mbarrier.wait(smem.T_low_full, pipeline.state_phase)
         du, a_dx, scales = matmul_inverse_async(
             dx, smem.T.index(stage), low_inverse_tile(smem), A_VT, SCALED, traits.TERMS
         )
         erase = smem.erase.index(stage).load(ACC_VT_COLUMNS)
-        mbarrier.wait(smem.state_full, state_phase)
+        mbarrier.wait(smem.state_full, pipeline.state_phase)
         do_x = gl.zeros([64, 64], gl.float32, ACC_TT)
         do_x = warpgroup_mma(
             smem.do.index(stage), smem.x.index(zero).permute((1, 0)), do_x, use_acc=False, is_async=True

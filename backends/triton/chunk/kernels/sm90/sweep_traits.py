@@ -105,6 +105,20 @@ class SharedStorage(NamedTuple):
     du_empty: Any
 
 
+class Pipeline(NamedTuple):
+    """State of the software pipeline in the consumers of a sweep.
+
+    stage: of the ring buffer; it holds the chunk. phase: parity of the uses of that stage. state_phase: parity of the
+    number of chunks swept, the phase of the single buffers. opaque_one: a positive integer that the compiler cannot
+    fold.
+    """
+
+    stage: Any
+    phase: Any
+    state_phase: Any
+    opaque_one: Any
+
+
 class GradientPointers(NamedTuple):
     """Global memory of the gradients, as in portable/gradients.py with two K tiles; slopes: an input."""
 
