@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.chunk.heuristic import checkpoint_distance
 from deltazoo.backends.triton.chunk.registry import CHUNK
@@ -107,7 +107,6 @@ _backward_op = operator(
 )
 
 
-@cache_forward_signature
 class _ChunkScan(torch.autograd.Function):
     """The scan with its backward; the result after o and the final state is `Saved` as one tensor."""
 
