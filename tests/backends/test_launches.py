@@ -16,8 +16,7 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.triton import LaunchConfig, TritonBackend, backend
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton.chunk.arguments import Tensors
-from deltazoo.backends.triton.chunk.execute import load
+from deltazoo.backends.triton.chunk.execute import Tensors, load
 from deltazoo.backends.triton.chunk.plan import Plan
 from deltazoo.backends.triton.chunk.registry import COMBINE, GATE_GRADIENTS, KERNELS, SUM_GROUPS
 from deltazoo.backends.triton.element.show import element_plans

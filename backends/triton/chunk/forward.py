@@ -9,8 +9,7 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.triton.chunk.arguments import Tensors
-from deltazoo.backends.triton.chunk.execute import execute
+from deltazoo.backends.triton.chunk.execute import Tensors, execute
 from deltazoo.backends.triton.chunk.plan import Plan
 from deltazoo.backends.triton.chunk.saved import Prepared, Saved
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from deltazoo.backends.triton.chunk.arguments import tf32_precision
+from deltazoo.backends.triton.chunk.execute import tf32_precision
 from deltazoo.backends.triton.levels.kernels.gradients import level_gradients_kernel
 from deltazoo.backends.triton.levels.kernels.prepare import level_prepare_kernel
 from deltazoo.backends.triton.levels.kernels.reverse import level_reverse_kernel

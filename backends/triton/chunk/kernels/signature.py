@@ -8,7 +8,7 @@ from typing import Any
 def takes(pointers: str, traits: str) -> Callable[[Any], Any]:
     """Declare the fields of a kernel's parameters `gmem`, its pointers, and `traits`, its compile-time constants.
 
-    arguments.py fills both by name. Their fields have the meaning that `Tensors` and `traits_of` give there.
+    execute.py fills both by name; `Tensors` and `_traits` there define the names.
     """
 
     def declare(kernel: Any) -> Any:
