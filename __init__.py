@@ -49,8 +49,10 @@ def by_name(modules: Mapping[str, Iterable[str]]) -> dict[str, str]:
 
 
 __version__ = "0.1.0"
+__path__.append(f"{__path__[0]}/integrations/aliases")  # where `import deltazoo.fla` is found
 _MODULES = by_name(
     {
+        "deltazoo": ["fla"],
         "deltazoo.backends": ["conformance"],
         "deltazoo.backends.update.base": ["Backend", "Draft", "UpdateInputs", "UpdateMeta", "UpdateOutput"],
         "deltazoo.backends.update.check": ["validate"],

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from deltazoo import fla as fla
 from deltazoo.backends import conformance as conformance
 from deltazoo.backends.io.errors import DeltazooError as DeltazooError
 from deltazoo.backends.update.base import Backend as Backend
