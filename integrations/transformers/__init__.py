@@ -1,0 +1,10 @@
+"""transformers: its layers on our operators (`use`), and our models as AutoModelForCausalLM (`register`)."""
+
+from deltazoo import by_name, lazy_exports
+
+_MODULES = by_name(
+    {
+        "deltazoo.integrations.transformers.use": ["LayerReport", "Replacement", "use"],
+    }
+)
+__getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)
