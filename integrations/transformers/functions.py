@@ -47,12 +47,14 @@ class LayerFunctions:
         self.end()
 
     def begin(self, tokens: int, bounds: Tensor | None, state: Tensor | None) -> None:
-        self.tokens, self.bounds, self.state = tokens, bounds, state
+        """Args: state: [B, C, N], or [B, heads, C, N] for the heads of Zamba, which scans one after the other."""
+        self.tokens, self.bounds = tokens, bounds
+        self.states = [] if state is None else list(state.unbind(1)) if state.dim() == 4 else [state]
 
     def end(self) -> None:
         self.tokens: int | None = None
         self.bounds: Tensor | None = None
-        self.state: Tensor | None = None
+        self.states: list[Tensor] = []
 
     def names(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by the names that modelling files give them."""
@@ -176,7 +178,7 @@ class LayerFunctions:
             q=C.transpose(1, 2).unsqueeze(2), k=B.transpose(1, 2).unsqueeze(2), v=v.unsqueeze(-1), step=step,
             rate=A.to(dtype),
         )  # fmt: skip
-        state = None if self.state is None else self.state.unsqueeze(-1)
+        state = self.states.pop(0).unsqueeze(-1) if self.states else None
         o, last = run_update(_MAMBA, inputs, Sequences(state, self.bounds))
         y = o.squeeze(-1).to(dtype)
         if D is not None:
