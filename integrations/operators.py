@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.ops.rms_norm import GateActivation, apply_gate, gated_rms_norm, is_supported, rms_norm
-from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, shifted_taps
+from deltazoo.backends.ops.short_conv import EPS, ConvInputs, ConvPart, shifted_taps
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, state_dtype
 from deltazoo.backends.update.dispatch import BoundConv, BoundUpdate, requested_backend
@@ -122,7 +122,16 @@ def last_inputs(x_BTC: Tensor, history: Tensor | None, taps: int, cu_seqlens: Te
 
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return x / sqrt(sum x^2 + eps) over the last dimension, in the dtype of x."""
+    """Return x / sqrt(sum x^2 + eps) over the last dimension, in the dtype of x.
+
+    Where a kernel computes the norm of the short convolution, it computes this one, as a convolution of one tap.
+    """
+    if x.dim() == 4 and x.shape[1] > 1 and eps == EPS and x.device.type == "cuda":
+        K = x.shape[-1]
+        rows = x.flatten(2)
+        conv = bound_conv((ConvPart(rows.shape[2], unit=K),))
+        if conv.backend_for("cuda", x.dtype, 1) is not None:
+            return conv(ConvInputs(rows, rows.new_ones(rows.shape[2], 1)))[0].view(x.shape)
     wide = x.to(state_dtype(x.dtype))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 

@@ -28,7 +28,7 @@ from deltazoo.integrations.operators import (
     run_update,
 )
 
-_GATED_DELTA = UpdateSpec(decay="head", beta="head")
+GATED_DELTA = UpdateSpec(decay="head", beta="head")
 _KDA = UpdateSpec(decay="channel", beta="head")
 _MAMBA2 = UpdateSpec(decay="head", transition="additive", scale=1.0)
 _MAMBA = UpdateSpec(decay="rate", transition="additive", scale=1.0)
@@ -103,7 +103,7 @@ class LayerFunctions:
     ) -> Result:  # fmt: skip
         """Compute the gated delta rule, chunked or recurrent."""
         inputs = UpdateInputs(q=query, k=key, v=value, log_decay=g, beta=beta)
-        return self._delta(_GATED_DELTA, inputs, initial_state, use_qk_l2norm_in_kernel, output_final_state, options)
+        return self._delta(GATED_DELTA, inputs, initial_state, use_qk_l2norm_in_kernel, output_final_state, options)
 
     def kimi_delta_attention(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import InputError, cut
 from deltazoo.integrations.operators import norm_and_gate
+from deltazoo.integrations.transformers.decode import decode_token
 from deltazoo.integrations.transformers.functions import LayerFunctions
 
 # Recurrent layers whose forward holds the recurrence itself, so that there is nothing to replace.
@@ -215,6 +216,11 @@ def _in_layer(forward: _Function, functions: LayerFunctions) -> _Function:
         cache = options.get("cache_params")
         cache = arguments[0] if cache is None and arguments else cache
         state = None if cache is None else _recurrent_state(cache, getattr(self, "layer_idx", None))
+        packed = options.get("cu_seq_lens_q") is not None or options.get("seq_idx") is not None
+        if state is not None and not packed and options.get("attention_mask") is None and len(arguments) < 2:
+            decoded = decode_token(self, hidden_states, cache, state)
+            if decoded is not None:
+                return decoded
         functions.begin(hidden_states.shape[1], options.get("cu_seq_lens_q"), state)
         try:
             return forward(self, hidden_states, *arguments, **options)
@@ -271,6 +277,7 @@ def _norm_or(forward: _Function) -> _Function:
     """Our gated norm, or the layer's own forward for another activation."""
 
     def run(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        return forward(self, hidden_states, gate) if _norm_reason(self) else _gated_norm_forward(self, hidden_states, gate)
+        ours = not _norm_reason(self)
+        return _gated_norm_forward(self, hidden_states, gate) if ours else forward(self, hidden_states, gate)
 
     return run

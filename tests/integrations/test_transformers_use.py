@@ -213,7 +213,7 @@ def test_all_models_of_the_process_use_our_operators_in_the_block_alone(name: st
 def test_layers_that_are_not_served_are_reported_with_the_reason() -> None:
     fields = SIZES | ATTENTION | {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     config = transformers.MiniMaxConfig(**fields, num_local_experts=2, head_dim=8, block_size=4)
-    with pytest.raises(InputError, match="MiniMaxLightningAttention.*not replaced.*without a call"):
+    with pytest.raises(InputError, match=r"MiniMaxLightningAttention.*not replaced.*without a call"):
         use(transformers.MiniMaxForCausalLM(config))
     with pytest.raises(InputError, match="no recurrent or convolution layer"):
         use(nn.Linear(2, 2))
