@@ -5,6 +5,7 @@ from deltazoo import by_name, lazy_exports
 _MODULES = by_name(
     {
         "deltazoo.integrations.transformers.use": ["LayerReport", "Replacement", "use"],
+        "deltazoo.integrations.transformers.model": ["DeltazooConfig", "DeltazooForCausalLM", "StackCache", "register"],
     }
 )
 __getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)
