@@ -52,7 +52,6 @@ __version__ = "0.1.0"
 __path__.append(f"{__path__[0]}/integrations/aliases")  # where `import deltazoo.fla` is found
 _MODULES = by_name(
     {
-        "deltazoo": ["fla"],
         "deltazoo.backends": ["conformance"],
         "deltazoo.backends.update.base": ["Backend", "Draft", "UpdateInputs", "UpdateMeta", "UpdateOutput"],
         "deltazoo.backends.update.check": ["validate"],
@@ -71,6 +70,7 @@ _MODULES = by_name(
         "deltazoo.blocks.training.tasks": ["load", "presets", "resume", "train"],
         "deltazoo.blocks.training.config": ["TrainConfig"],
         "deltazoo.blocks.training.records": ["Training"],
+        "deltazoo.integrations": ["fla"],
         "deltazoo.mixers.core.mixer": ["Context", "MixerConfig", "Place"],
     }
 )

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from deltazoo import fla as fla
 from deltazoo.backends import conformance as conformance
 from deltazoo.backends.io.errors import DeltazooError as DeltazooError
 from deltazoo.backends.update.base import Backend as Backend
@@ -35,6 +34,7 @@ from deltazoo.blocks.training.tasks import load as load
 from deltazoo.blocks.training.tasks import presets as presets
 from deltazoo.blocks.training.tasks import resume as resume
 from deltazoo.blocks.training.tasks import train as train
+from deltazoo.integrations import fla as fla
 from deltazoo.mixers.core.mixer import Context as Context
 from deltazoo.mixers.core.mixer import MixerConfig as MixerConfig
 from deltazoo.mixers.core.mixer import Place as Place

@@ -598,7 +598,7 @@ class ShortConvolution(nn.Conv1d):
         has_silu(activation, "ShortConvolution")
         self.hidden_size, self.activation = hidden_size, activation
 
-    def forward(
+    def forward(  # type: ignore[override]  # the signature of the package
         self, x: Tensor, residual: Tensor | None = None, mask: Tensor | None = None, cache: Tensor | None = None,
         output_final_state: bool = False, cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None,
         **kwargs: Any,

@@ -44,7 +44,9 @@ class LayerFunctions:
     """
 
     def __init__(self) -> None:
-        self.end()
+        self.tokens: int | None = None
+        self.bounds: Tensor | None = None
+        self.states: list[Tensor] = []
 
     def begin(self, tokens: int, bounds: Tensor | None, state: Tensor | None) -> None:
         """Args: state: [B, C, N], or [B, heads, C, N] for the heads of Zamba, which scans one after the other."""
@@ -52,9 +54,7 @@ class LayerFunctions:
         self.states = [] if state is None else list(state.unbind(1)) if state.dim() == 4 else [state]
 
     def end(self) -> None:
-        self.tokens: int | None = None
-        self.bounds: Tensor | None = None
-        self.states: list[Tensor] = []
+        self.tokens, self.bounds, self.states = None, None, []
 
     def names(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by the names that modelling files give them."""

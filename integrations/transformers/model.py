@@ -28,7 +28,7 @@ from deltazoo.mixers.core.state import batch, reorder
 _MIN_CAPACITY = 1024
 
 
-class DeltazooConfig(PreTrainedConfig):  # type: ignore[misc]
+class DeltazooConfig(PreTrainedConfig):
     """The config of a stack. Args: stack: a `StackSpec`, or the plain data of one, as config.json holds it.
 
     Raises: ConfigError: the data names a class of another package as "module:Class"; build the stack from it in Python.
@@ -53,7 +53,7 @@ class DeltazooConfig(PreTrainedConfig):  # type: ignore[misc]
         return StackSpec(**self.stack)
 
 
-class StackCache(Cache):  # type: ignore[misc]
+class StackCache(Cache):
     """The state of a stack in the place of a cache of transformers.
 
     Args: capacity: maximum number of tokens per row, which layers with attention allocate at the first call.
@@ -99,14 +99,14 @@ class StackCache(Cache):  # type: ignore[misc]
         raise UnsupportedError("a recurrent state cannot be cropped: assisted decoding needs `deltazoo.blocks`' own")
 
 
-class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):
     """A stack with the interface of transformers; `model` is our `LanguageModel`."""
 
     config_class = DeltazooConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Layer",)
+    _no_split_modules = ["Layer"]  # noqa: RUF012
     _is_stateful = True
     _supports_sdpa = _supports_flash_attn = True  # the layers choose their own attention
 
@@ -115,7 +115,7 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         self.model = config.spec().build()
         if self.model.embedding.weight.device.type != "meta":
             for module in self.model.modules():
-                module._is_hf_initialized = True  # type: ignore[assignment]  # `build` has drawn the weights
+                module._is_hf_initialized = True  # `build` has drawn the weights
         self.post_init()
 
     @torch.no_grad()
@@ -207,7 +207,7 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             return Context()
         return Context(mask=mask)
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]  # transformers returns None, too
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
         max_cache_length: int,
     ) -> None:  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import InputError, cut
+from deltazoo.backends.ops.rms_norm import GateActivation
 from deltazoo.integrations.operators import norm_and_gate
 from deltazoo.integrations.transformers.decode import decode_token
 from deltazoo.integrations.transformers.functions import LayerFunctions
@@ -268,15 +269,15 @@ def _norm_reason(module: nn.Module) -> str:
     return ""
 
 
-def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+def _gated_norm_forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    activation: GateActivation = "sigmoid" if self.activation == "sigmoid" else "silu"
     return norm_and_gate(hidden_states, gate, self.weight, self.variance_epsilon, activation)
 
 
 def _norm_or(forward: _Function) -> _Function:
     """Our gated norm, or the layer's own forward for another activation."""
 
-    def run(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    def run(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
         ours = not _norm_reason(self)
         return _gated_norm_forward(self, hidden_states, gate) if ours else forward(self, hidden_states, gate)
 

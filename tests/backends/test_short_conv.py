@@ -583,3 +583,15 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     got, expected = torch.autograd.grad(out, leaves, whole), torch.autograd.grad(want, tail, d)
     for actual, y in zip((*(y[:, -70:] for y in out), got[0][:, -70:], got[1]), (*want, *expected), strict=True):
         assert float((actual - y).float().norm()) <= LIMITS[torch.bfloat16] * float(y.float().norm())
+
+
+def test_second_derivatives_on_a_cpu_are_those_of_shifted_products() -> None:
+    """Eager calls on a CPU use torch's convolution, with a backward of our own."""
+    draw = torch.Generator().manual_seed(3)
+    sizes = {"x": (2, 7, 6), "weight": (6, 3), "bias": (6,), "history": (2, 2, 6)}
+    operands = [torch.randn(*size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes.values()]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return short_conv(ConvInputs(*tensors), (ConvPart(6, True, 3),))[0]
+
+    assert torch.autograd.gradgradcheck(run, operands)
