@@ -1,51 +1,17 @@
 """`use`: layers of transformers on our operators, against the untouched model with the same random weights."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from folders import ATTENTION, EPS, HEADS, MODELS, SIZES, VOCAB, Model
-from torch import Tensor, nn
+import transformers
+from folders import ATTENTION, SIZES
+from tiny_models import FAMILIES, T, assert_close, build, in_pieces, tokens, trained
+from torch import nn
 
 import deltazoo
 from deltazoo.backends.io.errors import InputError, UnsupportedError
 from deltazoo.integrations.transformers import use
-
-transformers = pytest.importorskip("transformers")
-
-MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 7, "mamba_n_groups": 3, "mamba_expand": 3}
-MORE = {
-    "falcon_h1": Model(
-        "FalconH1", "FalconH1Config",
-        SIZES | ATTENTION | MAMBA2 | {"mamba_d_ssm": 96, "mamba_chunk_size": 8, "head_dim": 8},
-    ),
-    "granitemoehybrid": Model(
-        "GraniteMoeHybrid", "GraniteMoeHybridConfig",
-        SIZES | ATTENTION | MAMBA2 | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-        | {"num_local_experts": 3, "num_experts_per_tok": 2, "shared_intermediate_size": 12},
-    ),
-    "nemotron_h": Model(
-        "NemotronH", "NemotronHConfig",
-        SIZES | HEADS | {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 7, "n_groups": 3, "expand": 3}
-        | {"hybrid_override_pattern": "M*M", "layer_norm_epsilon": EPS, "head_dim": 8, "chunk_size": 8},
-    ),
-    "zamba2": Model(
-        "Zamba2", "Zamba2Config",
-        SIZES | HEADS | {"mamba_d_state": 7, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_expand": 2}
-        | {"num_mem_blocks": 1, "chunk_size": 8, "mamba_headdim": 8, "num_hidden_layers": 3}
-        | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "adapter_rank": 4},
-    ),
-    "zamba": Model(
-        "Zamba", "ZambaConfig",
-        SIZES | HEADS | {"mamba_d_state": 5, "mamba_dt_rank": 3, "n_mamba_heads": 2}
-        | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_key_value_heads": 4},
-    ),
-}  # fmt: skip
-FAMILIES = {name: model for name, model in {**MODELS, **MORE}.items() if name not in ("llama", "llama-tied")}
-FAMILIES = {name: model for name, model in FAMILIES.items() if not name.startswith("qwen3-") and name != "qwen3"}
-MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
-T = 21
 
 
 @pytest.fixture(autouse=True)
@@ -53,38 +19,6 @@ def token_by_token() -> Iterator[None]:
     """The wiring is tested, so the reference computes the updates: other backends compile each spec."""
     with deltazoo.use_backend("reference"):
         yield
-
-
-def build(name: str) -> Any:
-    """Build a tiny model with uneven sizes and random weights in every parameter."""
-    family = FAMILIES[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**family.fields, attn_implementation="eager")
-    model = getattr(transformers, f"{family.name}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
-
-
-def tokens(batch: int = 2, length: int = T, seed: int = 1) -> Tensor:
-    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_close(actual: Tensor, wanted: Tensor, tolerance: float = 2e-5) -> None:
-    assert actual.shape == wanted.shape
-    error = (actual.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12)
-    assert float(error.detach()) < tolerance
-
-
-def trained(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The logits in training mode, and the gradient of every parameter."""
-    model.train()
-    model.zero_grad()
-    logits = model(tokens(), use_cache=False).logits
-    (logits * torch.linspace(-1, 1, VOCAB)).sum().backward()
-    model.eval()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -102,15 +36,6 @@ def test_training_equals_the_untouched_model_and_is_undone(name: str) -> None:
         assert float((ours[1][key] - gradient).norm()) < 1e-4 * max(float(gradient.norm()), 1e-3 * scale), key
     assert torch.equal(after[0], before[0])
     assert all("forward" not in vars(module) for module in model.modules())
-
-
-def in_pieces(model: Any, ids: Tensor) -> Tensor:
-    """The logits of a prefill, continuations by several tokens, and single tokens."""
-    pieces, cache = [], transformers.DynamicCache(config=model.config)
-    name = "cache_params" if model.config.model_type in ("mamba", "mamba2", "falcon_mamba") else "past_key_values"
-    for piece in ids.split([9, 1, 5, 1, 1, 1, 3], 1):
-        pieces.append(model(piece, use_cache=True, **{name: cache}).logits)
-    return torch.cat(pieces, 1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
