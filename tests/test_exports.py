@@ -20,6 +20,8 @@ from deltazoo.mixers import parts
 ROOT = Path(deltazoo.__file__).resolve().parent
 COMMAND = "python tests/test_exports.py"
 PACKAGES = ["deltazoo", "deltazoo.backends", "deltazoo.mixers", "deltazoo.mixers.parts", "deltazoo.blocks"]
+PACKAGES += ["deltazoo.integrations.transformers"]
+ALIASES = {"deltazoo.fla"}
 CONFORMANCE = {"deltazoo.conformance", "deltazoo.mixers.conformance"}
 EXAMPLE = ROOT / "examples" / "deltazoo-example"
 
@@ -113,7 +115,7 @@ def undocumented(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "deltazoo"]
-            wrong += [name for name in names if name not in {*PACKAGES, *CONFORMANCE}]
+            wrong += [name for name in names if name not in {*PACKAGES, *CONFORMANCE, *ALIASES}]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "deltazoo":
             assert node.module is not None
             public = importlib.import_module(node.module).__all__ if node.module in PACKAGES else []

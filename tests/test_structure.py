@@ -18,7 +18,7 @@ MOST_POSITIONAL = 4
 LAUNCHERS = {"backends/triton/runtime/launcher.py", "backends/triton/runtime/replay.py"}
 
 # The signatures of these are those of another library.
-FOREIGN_SIGNATURES = {"integrations/fla.py"}
+FOREIGN_SIGNATURES = {"integrations/fla.py", "integrations/transformers/functions.py"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
