@@ -18,6 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 from deltazoo.mixers import MixerConfig
 
 PACKAGES = ["deltazoo", "deltazoo.backends", "deltazoo.mixers", "deltazoo.mixers.parts", "deltazoo.blocks"]
+PACKAGES += ["deltazoo.integrations.transformers"]
 
 
 def public_names(package: ModuleType) -> list[str]:

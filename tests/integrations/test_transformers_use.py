@@ -1,5 +1,6 @@
 """`use`: layers of transformers on our operators, against the untouched model with the same random weights."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -105,6 +106,51 @@ def test_autocast_is_no_less_exact_than_the_untouched_model(name: str) -> None:
                 ours = model(ids, use_cache=False).logits
     errors = [float((logits.float() - exact).norm() / exact.norm()) for logits in (ours, theirs)]
     assert errors[0] < 1.2 * errors[1] + 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "mamba", "mamba2", "lfm2"])
+def test_64_and_16_bit_models_are_no_less_exact_than_the_untouched_ones(name: str) -> None:
+    ids = tokens()
+    with torch.no_grad():
+        wanted = build(name).double()(ids, use_cache=False).logits
+        for dtype, limit in ((torch.float64, 1e-5), (torch.bfloat16, None)):
+            model = build(name).to(dtype)
+            theirs = model(ids, use_cache=False).logits
+            with use(model):
+                ours, pieces = model(ids, use_cache=False).logits, in_pieces(model, ids)
+            errors = [float((x.double() - wanted).norm() / wanted.norm()) for x in (ours, pieces, theirs)]
+            assert max(errors[:2]) < (1.2 * errors[2] + 2e-3 if limit is None else limit)
+
+
+def test_layers_with_hooks_of_accelerate_keep_them() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, ids = build("qwen3_5_text"), tokens()
+    layer, calls = model.model.layers[0].linear_attn, []
+
+    class Counter(hooks.ModelHook):  # type: ignore[misc,name-defined]
+        def pre_forward(self, module: nn.Module, *arguments: object, **options: object) -> object:
+            calls.append(module)
+            return arguments, options
+
+    hooks.add_hook_to_module(layer, Counter())
+    hooks.add_hook_to_module(layer.conv1d, Counter())
+    with torch.no_grad():
+        wanted = model(ids).logits
+        before, seen_before = len(calls), set(map(type, calls))
+        with use(model), deltazoo.watch() as seen:
+            assert_close(model(ids).logits, wanted)
+        assert len(calls) == 2 * before and set(map(type, calls)) == seen_before
+        assert sum(run.name == "update" for run in seen.runs) == 2
+        assert torch.equal(model(ids).logits, wanted)
+
+
+def test_a_copy_of_a_model_in_use_computes_with_its_own_weights() -> None:
+    model = build("mamba2")
+    with use(model), torch.no_grad():
+        copied = copy.deepcopy(model)
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert not copied(tokens()).logits.any() and model(tokens()).logits.any()
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "mamba", "mamba2", "lfm2"])
