@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import UnsupportedError
-from deltazoo.backends.ops.rms_norm import GateActivation, apply_gate, gated_rms_norm, is_supported, rms_norm
+from deltazoo.backends.ops.rms_norm import GateActivation, apply_gate, gated_rms_norm, refusals, rms_norm
 from deltazoo.backends.ops.short_conv import EPS, ConvInputs, ConvPart, shifted_taps
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, state_dtype
@@ -141,7 +141,7 @@ def norm_and_gate(
 ) -> Tensor:
     """Return weight x / sqrt(mean(x^2) + eps) phi(gate), in the dtype of x. gate: shaped like x."""
     gate = gate.reshape(x.shape)
-    if weight is not None and gate.dtype == x.dtype and is_supported(x, weight):
+    if weight is not None and gate.dtype == x.dtype and not refusals(x, weight):
         rows = x.reshape(-1, 1, x.shape[-1])
         return gated_rms_norm(rows, gate.reshape(-1, x.shape[-1]), weight, eps, activation).view(x.shape)
     return apply_gate(rms_norm(x, weight, eps), gate, activation)

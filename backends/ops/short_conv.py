@@ -90,9 +90,10 @@ def short_conv(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, .
     if weight.shape[1] > FEW_TAPS:
         return wide_short_conv(inputs, parts, wide_conv)
     if cu_seqlens is None and _runs_convolutions(inputs):
-        x, w, b, before = (None if t is None else t.to(compute_dtype) for t in inputs[:4])
-        padded = F.pad(x, (0, 0, w.shape[1] - 1, 0)) if before is None else torch.cat([before, x], 1)
-        y_BTC = _DepthwiseConv.apply(padded, w, b)
+        x, past = x_BTC.to(compute_dtype), weight.shape[1] - 1
+        padded = F.pad(x, (0, 0, past, 0)) if history is None else torch.cat([history.to(compute_dtype), x], 1)
+        added = None if bias is None else bias.to(compute_dtype)
+        y_BTC = _DepthwiseConv.apply(padded, weight.to(compute_dtype), added)
         return tuple(y.to(x_BTC.dtype) for y in apply_silu_and_norm(y_BTC, parts))
     taps = shifted_taps(x_BTC, history, weight.shape[1] - 1, cu_seqlens)
     y_BTC = x_BTC.new_zeros((), dtype=compute_dtype) if bias is None else bias.to(compute_dtype)
