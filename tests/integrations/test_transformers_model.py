@@ -11,11 +11,18 @@ from torch import Tensor
 
 import deltazoo
 from deltazoo import Sampling, StackSpec
-from deltazoo.backends.io.errors import ConfigError, StateError, UnsupportedError
+from deltazoo.backends.io.errors import ConfigError, InputError, StateError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
 
-from deltazoo.integrations.transformers import DeltazooConfig, DeltazooForCausalLM, StackCache, register  # noqa: E402
+from deltazoo.integrations.transformers import (  # noqa: E402
+    DeltazooConfig,
+    DeltazooForCausalLM,
+    StackCache,
+    join_fused_maps,
+    register,
+    split_fused_maps,
+)
 
 VOCAB, T = 41, 13
 
@@ -182,6 +189,30 @@ def test_lora_trains_its_maps_alone_and_its_adapter_is_read_again(tmp_path: Path
     assert torch.equal(again.generate(input_ids=tokens(), max_new_tokens=5, do_sample=False), ours)
     merged = adapted.merge_and_unload().eval()
     assert torch.equal(merged.generate(tokens(), max_new_tokens=5, do_sample=False), ours)
+
+
+def test_lora_adapts_parts_of_fused_maps(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = build()
+    logits = model(tokens()).logits
+    names = split_fused_maps(model)
+    assert {name.rpartition(".")[2] for name in names} == {"q", "k", "v"} and len(names) == 9
+    torch.testing.assert_close(model(tokens()).logits, logits)
+    parts = ["to_qkv.q", "to_qkv.v"]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=parts, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted(tokens(), labels=tokens()).loss.backward()
+    trained = [name for name, p in adapted.named_parameters() if p.grad is not None]
+    assert len(trained) == 3 * 2 * 2 and all(".q." in name or ".v." in name for name in trained)
+    ours = adapted.eval()(tokens()).logits
+    with pytest.raises(InputError, match="merge the adapters"):
+        join_fused_maps(adapted)
+    merged = adapted.merge_and_unload()
+    join_fused_maps(merged)
+    torch.testing.assert_close(merged.eval()(tokens()).logits, ours, rtol=1e-4, atol=1e-5)
+    assert set(merged.state_dict()) == set(build().state_dict())
+    with pytest.raises(InputError, match="no linear map"):
+        split_fused_maps(torch.nn.Linear(2, 2))
 
 
 def test_a_config_that_names_a_class_of_another_package_is_refused() -> None:
