@@ -6,7 +6,7 @@ B batch, T time, L vocabulary
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +117,15 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):
             for module in self.model.modules():
                 module._is_hf_initialized = True  # `build` has drawn the weights
         self.post_init()
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> Self:
+        """Return a model of transformers that holds a language model of ours, which a `StackSpec` has built."""
+        assert isinstance(model.spec, StackSpec)
+        with torch.device("meta"):
+            held = cls(DeltazooConfig(stack=model.spec))
+        held.model = model
+        return held.train(model.training)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

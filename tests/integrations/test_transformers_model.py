@@ -75,6 +75,13 @@ def test_a_saved_folder_is_read_with_equal_weights_and_logits(tied: bool, tmp_pa
     assert halves.dtype == torch.bfloat16 and halves(tokens()).logits.isfinite().all()
 
 
+def test_a_model_of_ours_is_saved_as_one_of_transformers(tmp_path: Path) -> None:
+    ours = stack().build().eval()
+    DeltazooForCausalLM.of(ours).save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens()).logits, ours(tokens(), None)[0])
+
+
 def test_weights_that_a_folder_lacks_are_drawn(tmp_path: Path) -> None:
     model = build()
     state = {name: x for name, x in model.state_dict().items() if "to_qkv" not in name and "A_log" not in name}
