@@ -61,6 +61,23 @@ def test_a_model_of_transformers_computes_the_same_with_our_operators(name: str)
         assert float((our_gradients[key] - gradient).norm()) < 1e-4 * scale, key
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "mamba", "mamba2"])
+def test_a_model_on_a_gpu_equals_the_one_on_the_cpu(name: str) -> None:
+    model = build(name)
+    logits, gradients = trained(model)
+    model = model.cuda()
+    with deltazoo.use_backend("triton"), use(model):
+        ours, our_gradients = trained(model)
+        with torch.no_grad():
+            pieces = in_pieces(model, tokens().cuda())
+    assert_close(ours.cpu(), logits, 1e-3)
+    assert_close(pieces.cpu(), logits, 1e-3)
+    scale = max(float(gradient.norm()) for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        assert float((our_gradients[key].cpu() - gradient).norm()) < 5e-3 * scale, key
+
+
 def test_a_stack_is_saved_read_and_generates_as_a_model_of_transformers(tmp_path: Path) -> None:
     register()
     layers = {

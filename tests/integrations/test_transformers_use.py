@@ -1,7 +1,11 @@
 """`use`: layers of transformers on our operators, against the untouched model with the same random weights."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +194,28 @@ def test_layers_that_are_not_served_are_reported_with_the_reason() -> None:
         use(nn.Linear(2, 2))
     with pytest.raises(InputError, match="model must be"):
         use("qwen")  # type: ignore[arg-type]
+
+
+FUSED = """
+import torch, deltazoo
+from tiny_models import assert_close, build, in_pieces, tokens
+from deltazoo.integrations.transformers import use
+
+for name in ("qwen3_5_text", "qwen3_next"):
+    model, ids = build(name), tokens()
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        with deltazoo.use_backend("triton"), use(model), deltazoo.watch() as seen:
+            pieces = in_pieces(model, ids)
+    assert_close(pieces, wanted, 5e-5)
+    assert sum(run.name == "fused_step_kernel" for run in seen.runs) == 2 * 4, name  # layers, single tokens
+"""
+
+
+def test_single_tokens_of_gated_deltanet_take_the_fused_step() -> None:
+    """In Triton's interpreter, which must be chosen before its import."""
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent / "families"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", FUSED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -66,8 +66,9 @@ def trained(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The logits in training mode, and the gradient of every parameter."""
     model.train()
     model.zero_grad()
-    logits = model(tokens(), use_cache=False).logits
-    (logits * torch.linspace(-1, 1, VOCAB)).sum().backward()
+    device = next(model.parameters()).device
+    logits = model(tokens().to(device), use_cache=False).logits
+    (logits * torch.linspace(-1, 1, VOCAB, device=device)).sum().backward()
     model.eval()
     return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
