@@ -1,6 +1,6 @@
 """The functions that layers of transformers call, by their names in its modelling files, on our operators.
 
-Arguments and results are those of transformers 5.17 to 5.24; layouts of its convolutions are [B, C, T], and states of
+Arguments and results are those of transformers 5.17 and 5.23; layouts of its convolutions are [B, C, T], and states of
 Mamba [B, ..., P, N]. A function takes the packed sequences of the layer's call from `cu_seqlens` or `cu_seq_lens_q`.
 
 B batch, T time, C channels, W taps, H key heads, HV value heads, K key width, V value width, G groups, N state size,
