@@ -5,7 +5,7 @@ from deltazoo import by_name, lazy_exports
 _MODULES = by_name(
     {
         "deltazoo.integrations.fused_maps": ["join_fused_maps", "split_fused_maps"],
-        "deltazoo.integrations.transformers.use": ["LayerReport", "Replacement", "use"],
+        "deltazoo.integrations.transformers.replacement": ["LayerReport", "Replacement", "use"],
         "deltazoo.integrations.transformers.model": ["DeltazooConfig", "DeltazooForCausalLM", "StackCache", "register"],
     }
 )

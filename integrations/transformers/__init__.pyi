@@ -6,8 +6,8 @@ from deltazoo.integrations.transformers.model import DeltazooConfig as DeltazooC
 from deltazoo.integrations.transformers.model import DeltazooForCausalLM as DeltazooForCausalLM
 from deltazoo.integrations.transformers.model import StackCache as StackCache
 from deltazoo.integrations.transformers.model import register as register
-from deltazoo.integrations.transformers.use import LayerReport as LayerReport
-from deltazoo.integrations.transformers.use import Replacement as Replacement
-from deltazoo.integrations.transformers.use import use as use
+from deltazoo.integrations.transformers.replacement import LayerReport as LayerReport
+from deltazoo.integrations.transformers.replacement import Replacement as Replacement
+from deltazoo.integrations.transformers.replacement import use as use
 
 __all__: list[str]
