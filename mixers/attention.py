@@ -63,6 +63,7 @@ class AttentionConfig(AttentionHeadsConfig, ABC):
     scale: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="factor on the scores; None: head_width ** -0.5"
     )
+    key_scale: float = Field(default=1.0, allow_inf_nan=False, description="factor on the keys, as in Falcon-H1")
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the norm of q and k")
     norm_offset: float = Field(
         default=0.0, allow_inf_nan=False, description="added to the weights of the norm of q and k; 1 in Qwen3-Next"
@@ -141,7 +142,8 @@ class AttentionMixer(Mixer):
         super().__init__()
         self.width, self.window = width, config.window_or_none()
         self.heads, self.key_value_heads, self.head_width = config.resolve_heads(width)
-        self.scale = self.head_width**-0.5 if config.scale is None else config.scale
+        scale = self.head_width**-0.5 if config.scale is None else config.scale
+        self.scale = scale * config.key_scale  # the rotation of the keys is linear
         self.theta, self.rope_scaling = config.rotary_theta, config.rope_scaling
         self.rotary_pairs = int(config.rotary_fraction * self.head_width) // 2
         sizes = [self.heads * self.head_width, *[self.key_value_heads * self.head_width] * 2]

@@ -74,6 +74,12 @@ def attention_config(mixer: Attention, width: int) -> dict[str, Any]:
     }
 
 
+def inverse(x: float) -> float:
+    """Return 1 / x, with fewer digits if they give x back: fields of a config that divide are factors of a stack."""
+    rounded = round(1 / x, 9)
+    return rounded if rounded and 1 / rounded == x else 1 / x
+
+
 def attention_stack(config: HubConfig, layer: Attention) -> dict[str, Any]:
     """Return the fields of a stack whose layers are all this attention with a dense SwiGLU."""
     mlp = Dense(width=config["intermediate_size"])

@@ -67,17 +67,20 @@ def save_pretrained(
     for rule in rules:
         for name, tensor in rule.write(shapes).items():
             sources[name], sizes[name] = rule, tensor.numel() * tensor.element_size()
+    kept = origin.fields if origin else {}
+    constants = found.constants(model.spec, {**kept, **config})
+    sizes |= {name: tensor.numel() * tensor.element_size() for name, tensor in constants.items()}
     files = shards(sizes, max_shard_bytes)
     names = shard_names(len(files))
     output_folder(target)
     for file, members in zip(names, files, strict=True):
-        write_shard(target / file, dict(_tensors(members, sources, tensors)))
+        written = dict(_tensors([name for name in members if name in sources], sources, tensors))
+        write_shard(target / file, written | {name: constants[name] for name in members if name in constants})
     if len(files) > 1:
         weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
         metadata = {"total_size": sum(sizes.values())}
         write_json(target / f"{SAFETENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map})
     dtype = str(tensors["embedding.weight"].dtype).removeprefix("torch.")
-    kept = origin.fields if origin else {}
     write_json(target / CONFIG, {**kept, **config, "architectures": [found.architecture], "dtype": dtype})
 
 
@@ -136,7 +139,7 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
 
 def _first_difference(spec: ModelSpec, other: ModelSpec) -> str:
     """Name a field that differs; each stack has the same names of layers where both can be expanded."""
-    for field in ("width", "vocab", "tied", "norm_eps", "norm_offset", "embedding_scale", "logit_cap"):
+    for field in ("width", "vocab", "tied", "norm_eps", "norm_offset", "embedding_scale", "logit_scale", "logit_cap"):
         if getattr(spec, field) != getattr(other, field):
             return f"{field} must be {getattr(other, field)}, got {getattr(spec, field)}"
     for i, (ours, theirs) in enumerate(zip(spec.expand(), other.expand(), strict=False)):

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from deltazoo.backends.io.errors import ConfigError, PluginError, cut
 from deltazoo.backends.update import registry
 from deltazoo.blocks.checkpoints.rules import Rule
@@ -17,12 +19,12 @@ from deltazoo.blocks.model.interface import ModelSpec
 
 CONFIG = "config.json"
 _ABSENT = object()
-_INFINITY = {"__float__": "Infinity"}  # as transformers writes it
+INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
 # Fields of any family that do not change the logits. They are written back, except those that describe the file.
 _KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "max_position_embeddings",
-    "model_max_length", "output_router_logits", "router_aux_loss_coef",
+    "model_max_length", "output_router_logits", "router_aux_loss_coef", "block_size",
 )  # fmt: skip
 _DESCRIPTIONS = (
     "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
@@ -92,11 +94,10 @@ class HubConfig:
             "rotary_fraction": float(given["partial_rotary_factor"]),
         }
 
-    def without_limits(self, field: str = "time_step_limit") -> None:
-        """Refuse limits of Mamba-2's time step. Raises: ConfigError."""
-        low, high = self.get(field, [0.0, float("inf")])
-        if low != 0 or high not in (_INFINITY, float("inf")):
-            raise ConfigError(f"config.json: {field} must be [0, infinity], got {[low, high]}: no mixer has limits")
+    def step_limits(self) -> dict[str, float | None]:
+        """Return `step_min` and `step_max` of `Mamba2` from the field time_step_limit."""
+        low, high = self.get("time_step_limit", [0.0, INFINITY])
+        return {"step_min": float(low), "step_max": None if high in (INFINITY, float("inf")) else float(high)}
 
     def kept(self) -> dict[str, Any]:
         """Return the fields without effect on the logits that a saved folder keeps."""
@@ -147,6 +148,10 @@ class Family(ABC):
     @abstractmethod
     def rules(self, spec: ModelSpec) -> list[Rule]:
         """Return the rules; each tensor of the model's state dict is in one of them."""
+
+    def constants(self, spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of a folder that follow from its config.json; `dropped` names them, too."""
+        return {}
 
 
 def family(model_type: str) -> Family:

@@ -5,7 +5,7 @@ The names of ours are those of a mixer's or MLP's module; the names of theirs ar
 
 from typing import NamedTuple
 
-from deltazoo.blocks.checkpoints.rules import Packed, Rule, Side, renamed, rule
+from deltazoo.blocks.checkpoints.rules import Packed, Rule, Side, renamed, rule, under
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.model.moe import MoE
 from deltazoo.mixers.attention import AttentionConfig
@@ -43,16 +43,18 @@ def attention(config: AttentionConfig, width: int, names: AttentionNames | None 
 
 
 class MlpNames(NamedTuple):
-    """Their modules of a gated MLP, also of an expert."""
+    """Their modules of an MLP, also of an expert."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
 
 
-def gated_mlp(config: Dense, width: int, names: MlpNames | None = None) -> list[Rule]:
-    """Rules of a gated MLP."""
+def dense_mlp(config: Dense, width: int, names: MlpNames | None = None) -> list[Rule]:
+    """Rules of a dense MLP, gated or not."""
     gate, up, down = names or MlpNames()
+    if not config.gated:
+        return renamed({"to_hidden.weight": f"{up}.weight", "out.weight": f"{down}.weight"})
     sizes = dict.fromkeys(("gate", "up"), config.hidden(width))
     return [
         rule({"to_hidden.weight": "gate up"}, {f"{gate}.weight": "gate", f"{up}.weight": "up"}, sizes),
@@ -68,14 +70,17 @@ class ExpertNames(NamedTuple):
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     selection_bias: str = "gate.e_score_correction_bias"
+    to_latent: str = "fc1_latent_proj"
+    from_latent: str = "fc2_latent_proj"
 
 
 def experts(config: MoE, width: int, names: ExpertNames | None = None) -> list[Rule]:
-    """Rules of the router, experts.N, the shared expert and its gate."""
+    """Rules of the router, experts.N, the shared expert and its gate, and the maps to and from latent vectors."""
     names = names or ExpertNames()
-    kinds = {"gate": names.expert.gate, "up": names.expert.up}
+    kinds = {"gate": names.expert.gate} if config.gated else {}
+    kinds["up"] = names.expert.up
     numbers, hidden = range(config.experts), config.hidden(width)
-    pieces = [f"{kind}.{n}" for n in numbers for kind in ("gate", "up")]
+    pieces = [f"{kind}.{n}" for n in numbers for kind in kinds]
     inputs = {f"experts.{n}.{module}.weight": f"{kind}.{n}" for n in numbers for kind, module in kinds.items()}
     outputs = {f"experts.{n}.{names.expert.down}.weight": f"down.{n}" for n in numbers}
     rules = [
@@ -86,14 +91,16 @@ def experts(config: MoE, width: int, names: ExpertNames | None = None) -> list[R
         rule(
             {"out.weight": Packed(" ".join(outputs.values()), stack=config.experts)},
             outputs,
-            dict.fromkeys(outputs.values(), width),
+            dict.fromkeys(outputs.values(), config.latent_width or width),
         ),
     ]
     if config.shared_width is not None:
-        shared = gated_mlp(Dense(width=config.shared_width), width)
-        rules += [each.under("shared.", f"{names.shared}.") for each in shared]
+        rules += under("shared.", f"{names.shared}.", dense_mlp(config.shared(), width))
     if config.shared_gate:
         rules.append(rule("shared_gate.weight", f"{names.shared_gate}.weight"))
+    if config.latent_width is not None:
+        maps = {"to_latent": names.to_latent, "from_latent": names.from_latent}
+        rules += renamed({f"{x}.weight": f"{y}.weight" for x, y in maps.items()})
     if config.selection_bias:
         rules.append(rule("router.bias", names.selection_bias, precise=True))
     return rules

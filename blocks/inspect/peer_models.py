@@ -115,12 +115,14 @@ def _check_installed(packages: dict[str, str]) -> None:
 
 def _mixers(spec: StackSpec) -> list[MixerConfig]:
     """Return the mixer of each layer. Raises: ConfigError: the layers have a form that the other packages lack."""
-    if spec.embedding_scale != 1 or spec.logit_cap is not None:
-        raise ConfigError("it has no embedding_scale and no logit_cap.")
+    if spec.embedding_scale != 1 or spec.logit_scale != 1 or spec.logit_cap is not None:
+        raise ConfigError("it has no embedding_scale, no logit_scale and no logit_cap.")
     mixers = []
     for i, layer in enumerate(spec.expand()):
-        if len(layer.mixers) != 1 or layer.norm_position != "pre" or layer.share is not None:
-            raise ConfigError(f"layer {i} ({layer.title}) must have one mixer, norm_position 'pre' and no share.")
+        if len(layer.mixers) != 1 or layer.norm_position != "pre" or layer.share is not None or layer.is_scaled:
+            raise ConfigError(
+                f"layer {i} ({layer.title}) must have one mixer, norm_position 'pre', no scales and no share."
+            )
         mixers.append(layer.mixers[0])
     return mixers
 

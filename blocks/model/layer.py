@@ -4,7 +4,7 @@ B batch, T time, D width
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 from pydantic import Field, field_serializer
 from torch import Tensor, nn
@@ -35,7 +35,9 @@ class LayerSpec(PlainDataModel, Term):
         output   x + n(f(x))                  OLMo 2, arXiv 2501.00656
         post     residual_scale n(x) + f(n(x))     MiniMax-01, arXiv 2501.08313: DeepNorm (2203.00555) from norm to norm
 
-    All fields but `mixer` and `share` default to those of the stack.
+    and `branch_scale` is a factor of f, or of n(f(x)) for "output".
+
+    All fields but `mixer`, `mixer_scales` and `share` default to those of the stack.
 
     Args:
         mixer: a mixer config, several for parallel mixers, whose outputs are summed, or "none" for a layer that is only
@@ -45,6 +47,8 @@ class LayerSpec(PlainDataModel, Term):
         norm_offset: added to the weights of the RMS norms.
         norm_position: where the norms are, see above.
         residual_scale: factor of the residual connection; needs the position "post".
+        branch_scale: factor of what the branches add (Granite's residual_multiplier).
+        mixer_scales: factors of the outputs of the mixers, one each (Falcon-H1); None: 1.
         share: a label; the layers with the same label are one module, with one set of weights and a state for each
             place (Zamba, arXiv 2405.16712). `model.stack.layers` repeats the module: for FSDP2 call `fully_shard` on
             `dict.fromkeys(model.stack.layers)`.
@@ -58,6 +62,8 @@ class LayerSpec(PlainDataModel, Term):
     norm_offset: float | None = Field(default=None, allow_inf_nan=False)
     norm_position: NormPosition | None = None
     residual_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    branch_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    mixer_scales: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
     share: str | None = None
     backend: str | None = None
 
@@ -77,6 +83,11 @@ class LayerSpec(PlainDataModel, Term):
         if self.mixer == "none":
             return ()
         return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether outputs of mixers or branches have factors other than 1."""
+        return self.branch_scale not in (None, 1.0) or any(scale != 1.0 for scale in self.mixer_scales or ())
 
     @property
     def title(self) -> str:
@@ -117,6 +128,10 @@ class LayerSpec(PlainDataModel, Term):
     def _check(self) -> None:
         if self.mixer == "none" and self.mlp == "none":
             raise ConfigError("mixer: a layer needs a mixer or an MLP, got 'none' for both")
+        if self.mixer_scales is not None and len(self.mixer_scales) != len(self.mixers):
+            raise ConfigError(
+                f"mixer_scales: must have one factor for each of {len(self.mixers)} mixers, got {self.mixer_scales}"
+            )
         if self.norm_position is not None:
             self.check_residual_scale(self.norm_position)
 
@@ -154,6 +169,8 @@ class Layer(nn.Module):
         offset = spec.norm_offset or 0.0
         self.norm_position = spec.norm_position or "pre"
         self.residual_scale = 1.0 if spec.residual_scale is None else spec.residual_scale
+        self.branch_scale = 1.0 if spec.branch_scale is None else spec.branch_scale
+        self.mixer_scales = spec.mixer_scales or (1.0,) * len(mixers)
         self.norm = RMSNorm(width, eps, offset=offset) if mixers else None
         self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
         self.mlp_norm = None if mlp is None else RMSNorm(width, eps, offset=offset)
@@ -177,7 +194,7 @@ class Layer(nn.Module):
             for i, mixer in enumerate(self.mixers):
                 # after a reentrant checkpoint the output is a plain tuple
                 y_BTD, mixer_state, side = MixerOutput(*mixer(x_BTD, None if state is None else state[i], inner))
-                outputs.append(y_BTD)
+                outputs.append(scaled(y_BTD, self.mixer_scales[i]))
                 states.append(mixer_state)
                 sides.append(side)
                 inner = inner.after(side)
@@ -205,14 +222,20 @@ class Layer(nn.Module):
         return "" if self.norm_position == "pre" else f"norm_position={self.norm_position!r}"
 
     def _add_branches(self, x_BTD: Tensor, branches: Sequence[tuple[RMSNorm, Callable[[Tensor], Tensor]]]) -> Tensor:
+        scale = self.branch_scale
         y_BTD: Tensor | None = None  # output of the branch before, which the norm of the next one adds to x
         for norm, branch in branches:
             if self.norm_position == "pre":
                 x_BTD, normed_BTD = add_and_normalize(norm, x_BTD, y_BTD)
-                y_BTD = branch(normed_BTD)
+                y_BTD = scaled(branch(normed_BTD), scale)
             elif self.norm_position == "output":
-                x_BTD = x_BTD + norm(branch(x_BTD))
+                x_BTD = x_BTD + scaled(norm(branch(x_BTD)), scale)
             else:
                 normed_BTD = norm(x_BTD)
-                x_BTD = self.residual_scale * normed_BTD + branch(normed_BTD)
+                x_BTD = self.residual_scale * normed_BTD + scaled(branch(normed_BTD), scale)
         return x_BTD if y_BTD is None else x_BTD + y_BTD
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return x times a factor."""
+    return x if factor == 1 else x * factor

@@ -87,6 +87,8 @@ class Dense(HiddenWidth):
         activation: phi: "silu", "gelu" (tanh approximation), or "relu2", max(x, 0)^2.
         gated: whether there is a gate.
         bias: whether the maps have biases; they start at 0.
+        gate_scale: factor of W_gate x inside phi (Falcon-H1).
+        out_scale: factor of y (Falcon-H1).
     Source: Shazeer 2020, arXiv 2002.05202; So 2021, arXiv 2109.08668.
     """
 
@@ -94,6 +96,14 @@ class Dense(HiddenWidth):
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    gate_scale: float = Field(default=1.0, allow_inf_nan=False)
+    out_scale: float = Field(default=1.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_gate(self) -> Self:
+        if self.gate_scale != 1 and not self.gated:
+            raise ValueError(f"gate_scale needs gated=True, got {self.gate_scale} without a gate")
+        return self
 
     def title(self, width: int) -> str:
         gated, plain = {"silu": ("SwiGLU", "SiLU"), "gelu": ("GEGLU", "GELU"), "relu2": ("ReGLU2", "ReLU2")}[
@@ -128,14 +138,17 @@ class DenseMlp(Mlp):
         return sum(2 * x.in_features * x.out_features for x in (self.to_hidden, self.out))  # weights may be packed
 
     def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
-        return MlpOutput(self._map_out(self.to_hidden(x_BTD)))
+        y_BTD = self._map_out(self.to_hidden(x_BTD))
+        return MlpOutput(y_BTD if self.config.out_scale == 1 else y_BTD * self.config.out_scale)
 
     def _map_out(self, hidden_BTF: Tensor) -> Tensor:
         if not self.config.gated:
             return self.out(activate(hidden_BTF, self.config.activation))
+        scale = self.config.gate_scale
         if runs_by_kernel("gated MLP", self._kernel_refusals(hidden_BTF)):
             return glu_linear.glu_linear(hidden_BTF, self.out.weight, self.config.activation)
         gate_BTF, up_BTF = hidden_BTF.chunk(2, dim=-1)
+        gate_BTF = gate_BTF if scale == 1 else gate_BTF * scale
         return self.out(activate(gate_BTF, self.config.activation) * up_BTF)
 
     def _kernel_refusals(self, hidden_BTF: Tensor) -> list[str]:
@@ -143,6 +156,8 @@ class DenseMlp(Mlp):
             return ["without gradients Inductor fuses the activation with neighbouring operations."]
         if not is_plain_linear(self.out) or self.out.bias is not None:
             return ["it needs an output map that is a plain nn.Linear without a bias."]
+        if self.config.gate_scale != 1:
+            return ["it has no factor of the gate."]
         return kernel_refusals(hidden_BTF)
 
     def extra_repr(self) -> str:

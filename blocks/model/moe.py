@@ -1,6 +1,6 @@
-"""Mixture of experts: the config and the module of an MLP that sends each token to some of several SwiGLUs.
+"""Mixture of experts: the config and the module of an MLP that sends each token to some of several MLPs.
 
-B batch, T time, D width, F hidden width, N = B T tokens, E experts, k active experts, A = N k assignments
+B batch, T time, D width, F hidden width, N = B T tokens, E experts, k active experts, A = N k assignments, G groups
 """
 
 from typing import Literal, Self
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.glu_linear import Activation, activate
 from deltazoo.backends.update.base import state_dtype, without_autocast
 from deltazoo.blocks.model.mlp import Dense, DenseMlp, HiddenWidth, Mlp, MlpOutput
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
@@ -22,15 +23,16 @@ from deltazoo.mixers.parts.memory.routing import load_balance_loss, z_loss
 
 
 class MoE(HiddenWidth):
-    """y = sum over the k experts e with the largest s_e + b_e of w_e SwiGLU_e(x), plus a shared expert's output.
+    """y = sum over the k experts e with the largest s_e + b_e of w_e MLP_e(x), plus a shared expert's output.
 
     s = softmax(W x), or sigmoid(W x); w_e = scale s_e, or scale s_e / sum of s over the k experts. No token is dropped.
-    Ties go to the expert with the lower index.
+    Ties go to the expert with the lower index. The MLPs are SwiGLUs by default.
 
     Fields of published models; `width` and `shared_width` are those of the model:
         Jamba: normalize=False, scores="softmax"
         Qwen3-Next: normalize=True, scores="softmax", shared_width=..., shared_gate=True
         Kimi Linear: normalize=True, scores="sigmoid", selection_bias=True, scale=2.446, shared_width=..., balance=0
+        Nemotron 3: as Kimi Linear, with activation="relu2", gated=False and, in the larger models, latent_width=...
 
     Auxiliary losses: "moe_balance" and "moe_z", see `deltazoo.mixers.parts.memory.routing`.
 
@@ -43,6 +45,11 @@ class MoE(HiddenWidth):
         selection_bias: add a bias b, a buffer, to the scores when experts are chosen, not to their weights. It has no
             gradient; DeepSeek-V3 changes it after each step by the experts' loads, which is left to the training loop.
         scale: factor on the weights.
+        groups, active_groups: the experts are in `groups` groups of equal size, and each token uses experts of only
+            `active_groups` of them, those with the largest sum of their two largest s_e + b_e (DeepSeek-V3).
+        activation, gated: of every expert, as for `Dense`.
+        latent_width: width of the vectors that the routed experts read and write, which one linear map makes of x and
+            another one maps back; None: the experts read x.
         shared_width: hidden width of an additional expert that every token uses; None: no such expert.
         shared_gate: multiply the output of the shared expert by sigmoid(w x).
         balance: coefficient of the load-balance loss.
@@ -57,6 +64,11 @@ class MoE(HiddenWidth):
     normalize: bool = True
     selection_bias: bool = False
     scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    groups: int = Field(default=1, ge=1)
+    active_groups: int = Field(default=1, ge=1)
+    activation: Activation = "silu"
+    gated: bool = True
+    latent_width: int | None = Field(default=None, ge=1)
     shared_width: int | None = Field(default=None, ge=1)
     shared_gate: bool = False
     balance: float = Field(default=0.001, ge=0, allow_inf_nan=False)
@@ -66,6 +78,12 @@ class MoE(HiddenWidth):
     def _check_experts(self) -> Self:
         if self.active > self.experts:
             raise ValueError(f"active must be at most experts = {self.experts}, got {self.active}")
+        if self.experts % self.groups:
+            raise ValueError(f"groups must divide experts = {self.experts}, got {self.groups}")
+        if self.active_groups > self.groups:
+            raise ValueError(f"active_groups must be at most groups = {self.groups}, got {self.active_groups}")
+        if self.active > (choice := self.experts // self.groups * self.active_groups):
+            raise ValueError(f"active must be at most the {choice} experts of the active groups, got {self.active}")
         if self.shared_gate and self.shared_width is None:
             raise ValueError("shared_gate needs shared_width, the hidden width of the shared expert, got none")
         return self
@@ -73,6 +91,10 @@ class MoE(HiddenWidth):
     def title(self, width: int) -> str:
         shared = "" if self.shared_width is None else f" + {self.shared_width}"
         return f"MoE {self.active}/{self.experts} x {self.hidden(width)}{shared}"
+
+    def shared(self) -> Dense:
+        """Return the config of the shared expert."""
+        return Dense(width=self.shared_width, activation=self.activation, gated=self.gated)
 
     @drawn_in_float32
     def build(self, width: int) -> "MoEMlp":
@@ -106,6 +128,8 @@ class ExpertRouter(nn.Module):
             logits = F.linear(x_BTD.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
         selection = scores.detach() if self.bias is None else scores.detach() + self.bias
+        if config.groups > 1:
+            selection = self._of_active_groups(selection)
         expert_BTK = selection.argsort(dim=-1, descending=True, stable=True)[..., : config.active]
         weight = scores.gather(-1, expert_BTK)
         if config.normalize:
@@ -118,6 +142,14 @@ class ExpertRouter(nn.Module):
             losses = *balance, *z_loss("moe_z", config.z, logits, context)
         return expert_BTK, config.scale * weight, side_outputs(losses=losses)
 
+    def _of_active_groups(self, selection_BTE: Tensor) -> Tensor:
+        """Return the scores for the selection with -inf outside the active groups."""
+        groups_BTGE = torch.unflatten(selection_BTE, -1, (self.config.groups, -1))
+        best_BTG = groups_BTGE.topk(min(2, groups_BTGE.shape[-1]), dim=-1).values.sum(-1)
+        chosen = best_BTG.argsort(dim=-1, descending=True, stable=True)[..., : self.config.active_groups]
+        is_active = torch.zeros_like(best_BTG, dtype=torch.bool).scatter(-1, chosen, True)
+        return groups_BTGE.masked_fill(~is_active[..., None], float("-inf")).flatten(-2)
+
     def extra_repr(self) -> str:
         return f"experts={self.config.experts}, active={self.config.active}, scores={self.config.scores}"
 
@@ -125,7 +157,8 @@ class ExpertRouter(nn.Module):
 class MoEMlp(Mlp, Routed):
     """Module of `MoE`: x [B, T, D] to [B, T, D]. Shapes do not depend on the routes.
 
-    Initialisation: see `GroupedLinear`; a `LanguageModel` replaces it.
+    Initialisation: see `GroupedLinear`; a `LanguageModel` replaces it. The maps to and from the latent vectors have
+        torch's initialisation.
     """
 
     def __init__(self, width: int, config: MoE) -> None:
@@ -133,9 +166,12 @@ class MoEMlp(Mlp, Routed):
         hidden = config.hidden(width)
         self.config = config
         self.router = ExpertRouter(width, config)
-        self.to_hidden = GroupedLinear(config.experts, width, 2 * hidden)
-        self.out = GroupedLinear(config.experts, hidden, width)
-        self.shared = None if config.shared_width is None else DenseMlp(width, Dense(width=config.shared_width))
+        latent = config.latent_width
+        self.to_latent = None if latent is None else nn.Linear(width, latent, bias=False)
+        self.to_hidden = GroupedLinear(config.experts, latent or width, (2 if config.gated else 1) * hidden)
+        self.out = GroupedLinear(config.experts, hidden, latent or width)
+        self.from_latent = None if latent is None else nn.Linear(latent, width, bias=False)
+        self.shared = None if config.shared_width is None else DenseMlp(width, config.shared())
         self.shared_gate = nn.Linear(width, 1, bias=False) if config.shared_gate else None
 
     @property
@@ -146,6 +182,8 @@ class MoEMlp(Mlp, Routed):
     def flops(self) -> int:
         gate = 0 if self.shared_gate is None else 2 * self.shared_gate.in_features  # its weight may be packed
         shared = 0 if self.shared is None else self.shared.flops
+        if self.to_latent is not None:
+            shared += 4 * self.to_latent.in_features * self.to_latent.out_features
         return 2 * (self.config.active * self._one_expert() + self.router.weight.numel()) + shared + gate
 
     def _one_expert(self) -> int:
@@ -156,11 +194,13 @@ class MoEMlp(Mlp, Routed):
         experts, active = self.config.experts, self.config.active
         expert_BTK, weight_BTK, side = self.router(x_BTD, context)
         groups = group_rows(expert_BTK.flatten(0, 1), experts)
-        x_ND = x_BTD.flatten(0, 1)
-        gate_AF, up_AF = self.to_hidden(x_ND.index_select(0, groups.order // active), groups.ends).chunk(2, dim=-1)
-        y_AD = self.out(F.silu(gate_AF) * up_AF, groups.ends)
-        y_BTKD = y_AD.index_select(0, groups.order.argsort()).view(*weight_BTK.shape, x_BTD.shape[2])
-        y_BTD = (weight_BTK[..., None] * y_BTKD).sum(2).to(y_AD.dtype)
+        x_NC = (x_BTD if self.to_latent is None else self.to_latent(x_BTD)).flatten(0, 1)
+        hidden_AF = self.to_hidden(x_NC.index_select(0, groups.order // active), groups.ends)
+        y_AC = self.out(self._activate(hidden_AF), groups.ends)
+        y_BTKC = y_AC.index_select(0, groups.order.argsort()).view(*weight_BTK.shape, x_NC.shape[1])
+        y_BTD = (weight_BTK[..., None] * y_BTKC).sum(2).to(y_AC.dtype)
+        if self.from_latent is not None:
+            y_BTD = self.from_latent(y_BTD)
         side = join_sides([side])
         if self.shared is None:
             return MlpOutput(y_BTD, side)
@@ -168,3 +208,9 @@ class MoEMlp(Mlp, Routed):
         if self.shared_gate is not None:
             shared_BTD = self.shared_gate(x_BTD).sigmoid() * shared_BTD
         return MlpOutput(y_BTD + shared_BTD, side)
+
+    def _activate(self, hidden_AF: Tensor) -> Tensor:
+        if not self.config.gated:
+            return activate(hidden_AF, self.config.activation)
+        gate_AF, up_AF = hidden_AF.chunk(2, dim=-1)
+        return activate(gate_AF, self.config.activation) * up_AF

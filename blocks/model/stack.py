@@ -107,7 +107,7 @@ class LanguageModel(nn.Module):
         self.spec = spec
         self.run_settings: RunSettings | None = None  # set by `load`: those of the training run
         self.origin: Origin | None = None  # set by `from_pretrained`
-        self.embedding_scale, self.logit_cap = spec.embedding_scale, spec.logit_cap
+        self.embedding_scale, self.logit_scale, self.logit_cap = spec.embedding_scale, spec.logit_scale, spec.logit_cap
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
         self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps, spec.norm_offset)
@@ -146,6 +146,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head to features [..., D]; the result is [..., L]."""
+        x_BTD = self._scaled(x_BTD)
         logits = F.linear(x_BTD, self._tied_weight(x_BTD)) if self.head is None else self.head(x_BTD)
         return cap_logits(logits, self.logit_cap)
 
@@ -180,11 +181,15 @@ class LanguageModel(nn.Module):
             )
         return combine_losses(entropy, recorded)
 
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Return features times the factor of the logits, which needs no memory for logits."""
+        return x if self.logit_scale == 1 else x * self.logit_scale
+
     def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         if self.head is None:
-            return linear_cross_entropy(x_ND, self._tied_weight(x_ND), targets_N, cap=self.logit_cap)
+            return linear_cross_entropy(self._scaled(x_ND), self._tied_weight(x_ND), targets_N, cap=self.logit_cap)
         if is_plain_linear(self.head) and self.head.bias is None:
-            return linear_cross_entropy(x_ND, self.head.weight, targets_N, cap=self.logit_cap)
+            return linear_cross_entropy(self._scaled(x_ND), self.head.weight, targets_N, cap=self.logit_cap)
         logits_NL = self.logits(x_ND)
         wide_NL = logits_NL.to(state_dtype(logits_NL.dtype))
         total = F.cross_entropy(wide_NL, targets_N, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -19,7 +19,7 @@ MLP_FORMS = "{width: ...}, {ratio: ...}, {type: moe, ...} or none"
 MLPS: dict[str, type[MlpConfig]] = {"dense": Dense, "moe": MoE}
 # the fields of a layer that mixers do not have
 _LAYER_FIELDS = dict.fromkeys(
-    ("mlp", "norm_position", "residual_scale", "share", "backend"),
+    ("mlp", "norm_position", "residual_scale", "branch_scale", "mixer_scales", "share", "backend"),
     "it is a field of the layer, whose mixer is nested: {mixer: {mixer: NAME, ...}, mlp: none}",
 )
 

@@ -70,8 +70,11 @@ class StackSpec(PlainDataModel):
             near 0; the default for all layers.
         norm_position: "pre", "output" or "post", see `LayerSpec`; the default for all layers.
         residual_scale: factor of the residual connections; needs layers with the position "post".
+        branch_scale: factor of the branches that are added to the residual stream, see `LayerSpec`; the default for all
+            layers.
         tied: whether the head shares the embedding's weights.
         embedding_scale: factor on the embeddings; Gemma and Griffin have the root of the width.
+        logit_scale: factor of the logits, before the cap; Granite and Falcon-H1 have one.
         logit_cap: c of logits <- c tanh(logits / c), 30 in RecurrentGemma; None: no cap.
         backend: name of the backend of the mixers' updates, the default for all layers; None: `deltazoo.bind` chooses
             by device.
@@ -89,8 +92,10 @@ class StackSpec(PlainDataModel):
     norm_offset: float = Field(default=0.0, allow_inf_nan=False)
     norm_position: NormPosition = "pre"
     residual_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    branch_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     tied: bool = True
     embedding_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     logit_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     backend: str | None = None
 
@@ -227,7 +232,7 @@ class StackSpec(PlainDataModel):
 
     def _model(self) -> tuple[object, ...]:
         """Return everything that determines the model; the names of the layers do not."""
-        head = (self.tied, self.norm_eps, self.norm_offset, self.embedding_scale, self.logit_cap)
+        head = (self.tied, self.norm_eps, self.norm_offset, self.embedding_scale, self.logit_scale, self.logit_cap)
         return self.width, self.vocab, head, tuple(self.expand())
 
     def unused(self) -> list[str]:
@@ -305,7 +310,7 @@ class StackSpec(PlainDataModel):
 
 
 # Fields of the stack, besides the MLP, that are the defaults of the fields of its layers.
-_LAYER_DEFAULTS = ("norm_eps", "norm_offset", "norm_position", "residual_scale", "backend")
+_LAYER_DEFAULTS = ("norm_eps", "norm_offset", "norm_position", "residual_scale", "branch_scale", "backend")
 
 
 def preset(name: str) -> StackSpec:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.grouped import expand_rows, grouped_linear
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.mixers.core.scaled_linear import ScaledLinear
 
 
 class Rows(NamedTuple):
@@ -31,6 +32,8 @@ class Rows(NamedTuple):
             return x_1AD
         layers = cast("Sequence[nn.Linear]", maps)
         y_1AF = grouped_linear(x_1AD[0], torch.stack([layer.weight for layer in layers]), self.ends)[None]
+        if isinstance(layers[0], ScaledLinear):
+            y_1AF = layers[0].scale(y_1AF)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         return y_1AF + self.expand(biases).to(y_1AF.dtype) if biases else y_1AF
 

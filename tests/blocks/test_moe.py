@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import JambaConfig, KimiLinearConfig, Qwen3NextConfig
+from transformers import JambaConfig, KimiLinearConfig, NemotronHConfig, Qwen3NextConfig
 from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
 from transformers.models.jamba.modeling_jamba import load_balancing_loss_func as jamba_loss
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from deltazoo.backends.ops.grouped import grouped_linear
@@ -67,18 +68,54 @@ def kimi_linear() -> tuple[nn.Module, MoE, dict[str, str]]:
     return KimiLinearMoE(config), ours, {"router": "gate", "shared": "shared_experts"}
 
 
+def nemotron_h() -> tuple[nn.Module, MoE, dict[str, str]]:
+    """Groups of experts, latent vectors, and MLPs without a gate."""
+    config = NemotronHConfig(
+        hidden_size=D,
+        moe_intermediate_size=HIDDEN,
+        moe_shared_expert_intermediate_size=SHARED,
+        moe_latent_size=10,
+        n_routed_experts=8,
+        num_experts_per_tok=ACTIVE,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    )
+    ours = MoE(
+        experts=8,
+        active=ACTIVE,
+        width=HIDDEN,
+        scores="sigmoid",
+        selection_bias=True,
+        scale=1.5,
+        groups=4,
+        active_groups=2,
+        activation="relu2",
+        gated=False,
+        latent_width=10,
+        shared_width=SHARED,
+    )
+    return NemotronHMoE(config), ours, {"router": "gate", "shared": "shared_experts"}
+
+
 def copy_weights(ours: MoEMlp, theirs: nn.Module, names: dict[str, str]) -> dict[nn.Parameter, list[nn.Parameter]]:
     """Copy theirs to ours. Returns: the parameters that each of ours consists of."""
     router = getattr(theirs, names.get("router", "router"))
     pairs = {
         ours.router.weight: [router.weight],
-        ours.to_hidden.weight: [theirs.experts.gate_up_proj],
+        ours.to_hidden.weight: [theirs.experts.gate_up_proj if ours.config.gated else theirs.experts.up_proj],
         ours.out.weight: [theirs.experts.down_proj],
     }
     if ours.shared is not None:
         shared = getattr(theirs, names["shared"])
-        pairs[ours.shared.to_hidden.weight] = [shared.gate_proj.weight, shared.up_proj.weight]
+        gate = [shared.gate_proj.weight] if ours.config.gated else []
+        pairs[ours.shared.to_hidden.weight] = [*gate, shared.up_proj.weight]
         pairs[ours.shared.out.weight] = [shared.down_proj.weight]
+    if ours.to_latent is not None:
+        pairs |= {
+            ours.to_latent.weight: [theirs.fc1_latent_proj.weight],
+            ours.from_latent.weight: [theirs.fc2_latent_proj.weight],
+        }
     if ours.shared_gate is not None:
         pairs[ours.shared_gate.weight] = [theirs.shared_expert_gate.weight]
     with torch.no_grad():
@@ -92,7 +129,7 @@ def copy_weights(ours: MoEMlp, theirs: nn.Module, names: dict[str, str]) -> dict
     return pairs
 
 
-@pytest.mark.parametrize("published", [qwen3_next, jamba, kimi_linear])
+@pytest.mark.parametrize("published", [qwen3_next, jamba, kimi_linear, nemotron_h])
 def test_equals_the_published_block(published, monkeypatch):
     torch.manual_seed(0)
     theirs, config, names = published()

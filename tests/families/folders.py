@@ -20,6 +20,7 @@ DELTA = {
 EXPERTS = {
     "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10
 }  # fmt: skip
+SSD = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 7, "mamba_n_groups": 3}
 MAMBA = {"state_size": 5, "time_step_rank": 3, "layer_norm_epsilon": EPS}
 
 
@@ -107,6 +108,51 @@ MODELS = {
         | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
     ),
     "falcon_mamba": Model("FalconMamba", "FalconMambaConfig", SIZES | MAMBA | {"mixer_rms_eps": 1e-2}),
+    "falcon_h1": Model(
+        "FalconH1", "FalconH1Config",
+        SIZES | ATTENTION | SSD | {"mamba_d_ssm": 96, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0}
+        | {"mlp_multipliers": [1.5, 0.6], "key_multiplier": 0.8, "attention_in_multiplier": 1.2}
+        | {"attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.6}
+        | {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.3], "head_dim": 10} | rope(rope_theta=1e5),
+    ),
+    "falcon_h1-norm": Model(
+        "FalconH1", "FalconH1Config",
+        SIZES | ATTENTION | SSD | {"mamba_d_ssm": 96, "mamba_rms_norm": True, "tie_word_embeddings": True}
+        | {"time_step_limit": (0.1, 0.9)},
+    ),
+    "nemotron_h": Model(
+        "NemotronH", "NemotronHConfig",
+        {name: x for name, x in SIZES.items() if name != "num_hidden_layers"} | HEADS | {"layer_norm_epsilon": EPS}
+        | {"head_dim": 10, "ssm_state_size": 7, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 3}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"]}
+        | {"time_step_min": 0.3, "n_routed_experts": 6, "moe_intermediate_size": 12, "routed_scaling_factor": 1.7}
+        | {"moe_shared_expert_intermediate_size": 9, "moe_latent_size": 20, "n_group": 3, "topk_group": 2},
+    ),
+    "nemotron_h-dense": Model(
+        "NemotronH", "NemotronHConfig",
+        {name: x for name, x in SIZES.items() if name != "num_hidden_layers"} | HEADS | {"layer_norm_epsilon": EPS}
+        | {"head_dim": 8, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "tie_word_embeddings": True},
+    ),
+    "granitemoehybrid": Model(
+        "GraniteMoeHybrid", "GraniteMoeHybridConfig",
+        SIZES | ATTENTION | SSD | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"embedding_multiplier": 3.0, "logits_scaling": 6.0, "residual_multiplier": 0.22, "mamba_expand": 3}
+        | {"attention_multiplier": 0.3, "num_local_experts": 5, "shared_intermediate_size": 20},
+    ),
+    "granitemoehybrid-dense": Model(
+        "GraniteMoeHybrid", "GraniteMoeHybridConfig",
+        SIZES | ATTENTION | SSD | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
+        | {"position_embedding_type": "rope", "num_local_experts": 0, "shared_intermediate_size": 20}
+        | {"mamba_expand": 3, "tie_word_embeddings": True},
+    ),
+    "minimax": Model(
+        "MiniMax", "MiniMaxConfig",
+        SIZES | ATTENTION | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 6}
+        | {"num_local_experts": 5, "block_size": 8} | rope(rope_theta=100.0)
+        | {f"{x}_alpha_factor": 1.7 for x in ("full_attn", "linear_attn", "mlp")}
+        | {f"{x}_beta_factor": 0.9 for x in ("full_attn", "linear_attn", "mlp")},
+    ),
 }  # fmt: skip
 
 

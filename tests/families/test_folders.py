@@ -43,10 +43,11 @@ def test_the_error_of_bfloat16_is_at_most_1_2_times_that_of_transformers(name: s
     from transformers import AutoModelForCausalLM
 
     folders.write(tmp_path, name, torch.bfloat16)
-    tokens = torch.randint(folders.VOCAB, (8, 64), generator=torch.Generator().manual_seed(3))
     # their grouped products need rows of a multiple of 16 bytes
     model = deltazoo.from_pretrained(tmp_path)
     routed = any(isinstance(layer.mlp, MoE) for layer in model.spec.expand())
+    rows = 40 if routed else 8  # the error is that of the few tokens which rounding sends to another expert
+    tokens = torch.randint(folders.VOCAB, (rows, 64), generator=torch.Generator().manual_seed(3))
     options = {"experts_implementation": "eager"} if routed else {}
     with torch.no_grad():
         exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(tokens).logits

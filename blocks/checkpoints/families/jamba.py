@@ -79,7 +79,7 @@ class Jamba(Family):
         (mixer,), mlp = layer.mixers, layer.mlp
         assert isinstance(mlp, Dense | MoE)
         branch = (
-            parts.gated_mlp(mlp, width)
+            parts.dense_mlp(mlp, width)
             if isinstance(mlp, Dense)
             else parts.experts(mlp, width, parts.ExpertNames("router"))
         )

@@ -113,7 +113,7 @@ class KimiLinear(Family):
         (mixer,), mlp = layer.mixers, layer.mlp
         assert isinstance(mixer, KDA | MLA) and isinstance(mlp, Dense | MoE)
         if isinstance(mlp, Dense):
-            rules = under("mlp.", "mlp.", parts.gated_mlp(mlp, width))
+            rules = under("mlp.", "mlp.", parts.dense_mlp(mlp, width))
         else:
             rules = under("mlp.", "block_sparse_moe.", parts.experts(mlp, width, EXPERTS))
         mixing = parts.kda(mixer, width) if isinstance(mixer, KDA) else parts.mla(mixer)

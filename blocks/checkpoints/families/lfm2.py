@@ -74,7 +74,7 @@ class Lfm2(Family):
     def _layer(self, layer: LayerSpec, width: int) -> list[Rule]:
         (mixer,), mlp = layer.mixers, layer.mlp
         assert isinstance(mlp, Dense)
-        rules = under("mlp.", "feed_forward.", parts.gated_mlp(mlp, width, parts.MlpNames("w1", "w3", "w2")))
+        rules = under("mlp.", "feed_forward.", parts.dense_mlp(mlp, width, parts.MlpNames("w1", "w3", "w2")))
         if isinstance(mixer, Attention):
             names = parts.AttentionNames("out_proj", "q_layernorm", "k_layernorm")
             return rules + under("mixers.0.", "self_attn.", parts.attention(mixer, width, names))

@@ -33,5 +33,5 @@ def attention_layer(layer: LayerSpec, width: int) -> list[Rule]:
     assert isinstance(mixer, Attention) and isinstance(mlp, Dense)
     return [
         *under("mixers.0.", "self_attn.", parts.attention(mixer, width)),
-        *under("mlp.", "mlp.", parts.gated_mlp(mlp, width)),
+        *under("mlp.", "mlp.", parts.dense_mlp(mlp, width)),
     ]

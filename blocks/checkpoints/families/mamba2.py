@@ -5,21 +5,20 @@ from typing import Any, ClassVar
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import decoder, parts
 from deltazoo.blocks.checkpoints.families.mamba import IGNORED, NAMES
-from deltazoo.blocks.checkpoints.family import Family, HubConfig
+from deltazoo.blocks.checkpoints.family import INFINITY, Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, under
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers import mamba2 as mixers
 
 
 class Mamba2(Family):
-    """Mamba-2; limits of the time step are refused."""
+    """Mamba-2."""
 
     architecture: ClassVar[str] = "Mamba2ForCausalLM"
     ignored: ClassVar[tuple[str, ...]] = (*IGNORED, "chunk_size", "time_step_rank", "rms_norm")
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(use_bias=False, use_conv_bias=True, rms_norm=True)
-        config.without_limits()
         mixer = mixers.Mamba2(
             heads=config["n_groups"],
             value_heads=config["num_heads"],
@@ -27,6 +26,7 @@ class Mamba2(Family):
             value_width=config["head_dim"],
             conv_width=config.get("conv_kernel", 4),
             norm_eps=config["layer_norm_epsilon"],
+            **config.step_limits(),
         )
         inner, expanded = config["num_heads"] * config["head_dim"], int(config.get("expand", 2) * config["hidden_size"])
         if inner != expanded:
@@ -40,8 +40,10 @@ class Mamba2(Family):
         mixer = decoder.first(spec, mixers.Mamba2)
         shape = mixer.shape(spec.width)
         expand = shape.value_heads * shape.value_width / spec.width
+        limits = [mixer.step_min, INFINITY if mixer.step_max is None else mixer.step_max]
         return {
             **decoder.sizes_config(spec, NAMES),
+            **({"time_step_limit": limits} if limits != [0, INFINITY] else {}),
             "n_groups": shape.heads,
             "num_heads": shape.value_heads,
             "head_dim": shape.value_width,

@@ -66,7 +66,7 @@ class OlmoHybrid(Family):
     def _layer(self, layer: LayerSpec, width: int) -> list[Rule]:
         (mixer,), mlp = layer.mixers, layer.mlp
         assert isinstance(mlp, Dense)
-        rules = under("mlp.", "mlp.", parts.gated_mlp(mlp, width))
+        rules = under("mlp.", "mlp.", parts.dense_mlp(mlp, width))
         if isinstance(mixer, Attention):
             norms = ("post_attention_layernorm", "post_feedforward_layernorm")
             rules += under("mixers.0.", "self_attn.", parts.attention(mixer, width))

@@ -47,7 +47,7 @@ def qwen35_layer(layer: LayerSpec, width: int) -> list[Rule]:
     """Rules of a layer, with a dense MLP or experts."""
     (mixer,), mlp = layer.mixers, layer.mlp
     assert isinstance(mlp, Dense | MoE)
-    rules = under("mlp.", "mlp.", parts.gated_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width))
+    rules = under("mlp.", "mlp.", parts.dense_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width))
     if isinstance(mixer, Attention):
         return rules + under("mixers.0.", "self_attn.", parts.attention(mixer, width))
     assert isinstance(mixer, GatedDeltaNet)

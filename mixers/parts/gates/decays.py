@@ -33,6 +33,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         writes: also scale v <- dt v (Mamba-2's discretisation of the input); needs per="head".
         bound: if given, log_decay = bound * sigmoid(exp(A_log) (W x + dt_bias)), which is never below `bound`
             (the "safe gate" of KDA in flash-linear-attention, Ling 3.0 and GLM-5.3).
+        limits: dt is clamped to this interval (Nemotron-H); None as the upper limit: infinity. Not used with a `bound`.
     Initialisation: dt_bias such that dt is log-uniform in [1e-3, 1e-1], clamped at 1e-4 from below. With a bound A_log
         is 0, so that log_decay starts near bound dt: the exp(A_log) of `rates` would multiply the negative dt_bias and
         saturate the sigmoid.
@@ -47,9 +48,10 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         rates: tuple[float, float] | None = (0.01, 16.0),
         writes: bool = False,
         bound: float | None = None,
+        limits: tuple[float, float | None] = (0.0, None),
     ) -> None:
         super().__init__()
-        self.per, self.rates, self.writes, self.bound = per, rates, writes, bound
+        self.per, self.rates, self.writes, self.bound, self.limits = per, rates, writes, bound, limits
         size = shape.value_heads * (shape.key_width if per == "channel" else 1)
         self.proj = projection(shape.width, size, rank)
         self.A_log = nn.Parameter(torch.empty(shape.value_heads))
@@ -92,13 +94,15 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         if self.bound is not None:
             return inputs._replace(log_decay=self.bound * (-rate * biased).sigmoid())
         dt = softplus(biased)
+        if self.limits != (0.0, None):
+            dt = dt.clamp(*self.limits)
         if self.per == "channel":
             return inputs._replace(log_decay=dt * rate)
         v = (inputs.v * dt[..., None]).to(inputs.v.dtype) if self.writes else inputs.v
         return inputs._replace(log_decay=dt * rate, v=v)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
-        if step.spec.decay != self.per:
+        if step.spec.decay != self.per or self.limits != (0.0, None):
             return None
         return step._replace(decay_bound=self.bound, scale_v_by_dt=self.writes and self.bound is None)
 
