@@ -29,6 +29,7 @@ class GLA(SharedKeysConfig):
     gate_rank: int = Field(default=16, ge=1, description="rank of the decay's map W_2 W_1")
     temperature: float = Field(default=16.0, gt=0, description="root of the sigmoid; a higher value decays more slowly")
     conv_width: int = Field(default=0, ge=0, description="taps of the short convolution of q, k and v; 0: none")
+    gate_bias: bool = Field(default=True, description="bias of the output gate; False in flash-linear-attention")
     feature: Elementwise = Field(default="identity", description="feature map of q and k")
 
     def spec(self) -> UpdateSpec:
@@ -43,5 +44,5 @@ class GLA(SharedKeysConfig):
         projection = QKVProjection(keys, self.conv_width, silu=silu, query_heads=shape.heads)
         decay = SigmoidDecay(keys, "channel", self.gate_rank, self.temperature)
         operands = {**feature_maps(self.feature, shape), "decay": decay, **self.sharing(shape)}
-        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, bias=True)}
+        outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, bias=self.gate_bias)}
         return Parts(projection, operands, outputs)
