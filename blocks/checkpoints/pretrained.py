@@ -1,6 +1,7 @@
 """Reading a folder of transformers into a model, tensor by tensor."""
 
 import re
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -10,22 +11,31 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.torch_ext.devices import usable_device
+from deltazoo.backends.torch_ext.sharded import place_as
 from deltazoo.backends.update.base import Backend
 from deltazoo.blocks.checkpoints.export import Origin, check_rules
 from deltazoo.blocks.checkpoints.family import CONFIG, Family, family, read_config
+from deltazoo.blocks.checkpoints.fp8 import Blocks, read_blocks
 from deltazoo.blocks.checkpoints.rules import Rule
-from deltazoo.blocks.checkpoints.tensor_files import TensorFiles, read_json
+from deltazoo.blocks.checkpoints.tensor_files import TensorFiles, is_finite, read_json
 from deltazoo.blocks.model.compilation import run_eagerly
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
 
 class Source(NamedTuple):
-    """A folder that was read up to its weights: the stack, the family, and what a saved folder keeps."""
+    """A folder that was read up to its weights: the stack, the family, what a saved folder keeps, and blocks of FP8."""
 
     spec: StackSpec
     family: Family
     origin: Origin
+    blocks: Blocks | None = None
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# Device of the weights, and their dtype or None
+Form = tuple[torch.device, torch.dtype | None]
 
 
 def read_spec(folder: str | Path) -> Source:
@@ -34,11 +44,12 @@ def read_spec(folder: str | Path) -> Source:
     Raises: ConfigError, which names a field that no stack expresses; UnknownNameError: no family has the model type.
     """
     path = Path(folder) / CONFIG
-    model_type, config = read_config(read_json(path))
+    values = read_json(path)
+    model_type, config = read_config(values)
     found = family(model_type)
     spec = StackSpec(**found.stack(config))
-    config.check_all_read(found.ignored)
-    return Source(spec, found, Origin(found.written_as or model_type, config.kept()))
+    config.check_all_read((*found.ignored, "quantization_config"))
+    return Source(spec, found, Origin(found.written_as or model_type, config.kept()), read_blocks(values))
 
 
 def from_pretrained(
@@ -46,12 +57,13 @@ def from_pretrained(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     backend: str | Backend | None = None,
+    shard: Callable[[LanguageModel], object] | None = None,
 ) -> LanguageModel:
     """Build a model with the weights of a folder that transformers wrote or can read, in evaluation mode.
 
     The folder has a config.json and the weights in safetensors or PyTorch files, single or in shards with an index.
-    Files are mapped, and tensors copied one by one: the memory needed is that of the model and of one tensor. No code
-    of the folder runs.
+    Tensors are read one by one: the memory needed is that of the model and of one tensor. Weights in FP8 with a scale
+    per block are dequantised. No code of the folder runs.
 
     Args:
         folder: a local folder.
@@ -59,17 +71,32 @@ def from_pretrained(
         dtype: of the weights; None: each has that of the folder. Decays and the weights beside them keep that of the
             folder, which is float32 in most.
         backend: as for `deltazoo.load`.
+        shard: called with the model on the meta device before the weights are read, to apply FSDP2's `fully_shard`:
+            each rank then reads the files and keeps its part. FSDP2 needs one dtype in each of its groups.
     Raises:
         ConfigError: the config has a field that no stack expresses, or tensors are missing, unknown, misshapen,
             duplicated, damaged, NaN or infinite. One error lists them all.
         UnknownNameError: no installed family has the `model_type` of the folder.
     """
     source = read_spec(folder)
-    files = TensorFiles(Path(folder))
     place = torch.device("cpu") if device is None else usable_device(device)
     with run_eagerly(place), torch.device("meta"):
         model = source.spec.build(backend)
-    shapes = model.state_dict()
+        if shard is not None:
+            shard(model)
+    with TensorFiles(Path(folder), source.blocks) as files:
+        placements = model.state_dict()
+        tensors = _read_weights(folder, source, files, placements, (place, dtype))
+        model.load_state_dict(tensors, assign=True)
+    model.origin = source.origin
+    return model.eval()
+
+
+def _read_weights(
+    folder: str | Path, source: Source, files: TensorFiles, placements: dict[str, Tensor], form: Form
+) -> dict[str, Tensor]:
+    """Return the tensors of the model. Args: placements: those of the model on the meta device, sharded or not."""
+    shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in placements.items()}
     theirs, dropped = _their_names(files, source.family)
     rows = {name: files.infos[actual].shape[0] for name, actual in theirs.items() if files.infos[actual].shape}
     rules = [rule.fitting(rows) for rule in source.family.rules(source.spec)]
@@ -80,11 +107,10 @@ def from_pretrained(
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
     for rule in rules:
-        tensors |= _read_rule(rule, shapes, files, theirs, (place, dtype), problems)
+        read = _read_rule(rule, shapes, files, theirs, form, problems)
+        tensors |= {name: place_as(placements[name], tensor) for name, tensor in read.items()}
     _refuse(folder, problems)
-    model.load_state_dict(tensors, assign=True)
-    model.origin = source.origin
-    return model.eval()
+    return tensors
 
 
 def _their_names(files: TensorFiles, found: Family) -> tuple[dict[str, str], list[str]]:
@@ -120,7 +146,7 @@ def _name_problems(
             info = files.infos[theirs[name]]
             if info.shape != tuple(tensor.shape):
                 problems.append(f"{name} must have shape {list(tensor.shape)}, got {list(info.shape)}")
-            if not isinstance(info.dtype, torch.dtype) or not info.dtype.is_floating_point:
+            if info.dtype not in _FLOATS:
                 problems.append(f"{name} must be float64, float32, float16 or bfloat16, got {info.dtype}")
     return problems + [f"{theirs[name]} is unknown" for name in theirs if name not in expected and name not in dropped]
 
@@ -130,10 +156,10 @@ def _read_rule(
     shapes: dict[str, Tensor],
     files: TensorFiles,
     theirs: dict[str, str],
-    form: tuple[torch.device, torch.dtype | None],
+    form: Form,
     problems: list[str],
 ) -> dict[str, Tensor]:
-    """Read the tensors of one rule, and add a sentence for each that is not finite. Args: form: device and dtype."""
+    """Read the tensors of one rule, and add a sentence for each whose values are not finite."""
     device, dtype = form
     stored = {files.infos[theirs[name]].dtype for name in rule.theirs}
     if dtype is None or rule.precise:
@@ -144,11 +170,19 @@ def _read_rule(
     tensors = {name: torch.empty(shapes[name].shape, dtype=dtype, device=device) for name in rule.ours}
     targets = rule.targets(tensors)
     for name, packed in rule.theirs.items():
-        source = files.get(theirs[name])
-        if not all(bool(bound.isfinite()) for bound in source.aminmax()):  # NaN propagates; no mask in memory
+        actual, pieces = theirs[name], packed.pieces.split()
+        rows = [targets[piece] for piece in pieces]
+        if (packed.groups == 1 or len(pieces) == 1) and files.in_place(actual, rows):
+            finite = files.get_into(actual, rows)
+        else:
+            tensor = files.get(actual)
+            finite = is_finite(tensor)
+            for piece, source in packed.split(tensor, rule.sizes).items():
+                targets[piece].copy_(source)
+            if finite and dtype.itemsize < tensor.element_size() and not all(is_finite(row) for row in rows):
+                problems.append(f"{name} has values that {dtype} cannot hold")
+        if not finite:
             problems.append(f"{name} has values that are NaN or infinite")
-        for piece, rows in packed.split(source, rule.sizes).items():
-            targets[piece].copy_(rows)
     return tensors
 
 

@@ -1,20 +1,25 @@
-"""The tensors of a folder in safetensors or PyTorch files, mapped and read one by one; and writing them in shards."""
+"""The tensors of a folder in safetensors or PyTorch files, read one by one into memory; and writing them in shards."""
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.blocks.checkpoints.fp8 import SCALE, Blocks, dequantize, scale_problem
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5_000_000_000
+_PIECE_BYTES = 1 << 20  # read and checked together, while they are in the cache
+_PINNED_BYTES = 1 << 24  # of each of two buffers between a file and a GPU
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+    "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -25,33 +30,129 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype | str
 
 
-class TensorFiles:
-    """The tensors of a folder by name. Files are mapped: a tensor is read when it is asked for.
+class Source(NamedTuple):
+    """Where a tensor is: bytes of an open file, or a tensor that torch has mapped."""
 
-    Attributes: `infos`, by name; `problems`, a sentence for each damaged file or entry.
+    file: str
+    descriptor: int = -1
+    offset: int = 0
+    mapped: Tensor | None = None
+
+
+class TensorFiles:
+    """The tensors of a folder by name. A tensor is read when it is asked for. Close it, or use it in a `with`.
+
+    Args: blocks: of the scales of FP8 weights, which are dequantised.
+    Attributes: `infos`, by name, with the dtype after the dequantisation; `problems`, a sentence for each damaged file
+        or entry.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, blocks: Blocks | None = None) -> None:
         self.infos: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
-        self._open: dict[str, Any] = {}  # the open file of each tensor
-        self._file: dict[str, str] = {}
+        self.blocks = blocks
+        self._source: dict[str, Source] = {}
+        self._descriptors: list[int] = []
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._pinned: list[tuple[Tensor, torch.cuda.Event]] | None = None
+        self._scaled: dict[str, TensorInfo] = {}  # as they are stored, with scales
         listed = self._find(folder)
         for file in dict.fromkeys(listed.values()):
-            for name, info, opened in self._read_file(folder / file):
+            for name, info, source in self._read_file(folder / file):
                 if name in self.infos:
-                    self.problems.append(f"{name} is in two files, {self._file[name]} and {file}")
+                    self.problems.append(f"{name} is in two files, {self._source[name].file} and {file}")
                     continue
-                self.infos[name], self._open[name], self._file[name] = info, opened, file
+                self.infos[name], self._source[name] = info, source
         for name, file in listed.items():
-            if name and name in self._file and self._file[name] != file:
-                self.problems.append(f"{name} is in {self._file[name]}, and the index says {file}")
+            if name and name in self._source and self._source[name].file != file:
+                self.problems.append(f"{name} is in {self._source[name].file}, and the index says {file}")
+        if blocks is not None:
+            self._take_scales(blocks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
     def get(self, name: str) -> Tensor:
-        """Return a tensor on the CPU."""
-        opened = self._open[name]
-        tensor: Tensor = opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
-        return tensor
+        """Return a tensor on the CPU, whose memory the next call uses again.
+
+        Raises: ConfigError: the file is shorter than its header says.
+        """
+        if name not in self._scaled:
+            return self._read(name, self.infos[name])
+        assert self.blocks is not None
+        scale = self._read(name + SCALE, self._scaled[name + SCALE]).to(torch.float32, copy=True)
+        return dequantize(self._read(name, self._scaled[name]), scale, self.blocks)
+
+    def get_into(self, name: str, targets: Sequence[Tensor]) -> bool:
+        """Read a tensor into contiguous rows of the same dtype, in order, without a copy between.
+
+        Returns: whether its values are finite. Raises: as `get`.
+        """
+        source, finite = self._source[name], True
+        offset = source.offset
+        for target in targets:
+            finite &= self._read_bytes(source, offset, target.view(-1).view(torch.uint8), target.dtype)
+            offset += target.numel() * target.element_size()
+        return finite
+
+    def in_place(self, name: str, targets: Sequence[Tensor]) -> bool:
+        """Whether `get_into` can read the tensor into these targets."""
+        if self._source[name].mapped is not None or name in self._scaled:
+            return False
+        dtype = self.infos[name].dtype
+        return all(x.device.type in ("cpu", "cuda") and x.dtype == dtype and x.is_contiguous() for x in targets)
+
+    def _read(self, name: str, info: TensorInfo) -> Tensor:
+        source = self._source[name]
+        if source.mapped is not None:
+            return source.mapped
+        assert isinstance(info.dtype, torch.dtype)
+        size = torch.Size(info.shape).numel() * info.dtype.itemsize
+        if self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8)
+        self._read_bytes(source, source.offset, self._staging[:size])
+        return self._staging[:size].view(info.dtype).view(info.shape)
+
+    def _read_bytes(self, source: Source, offset: int, target: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Fill a vector of bytes. Returns: whether they are finite numbers of a dtype, if there is one."""
+        if target.is_cuda:
+            self._copy_to_gpu(source, offset, target)
+            return dtype is None or is_finite(target.view(dtype))
+        finite = True
+        for i, piece in enumerate(target.split(_PIECE_BYTES)):
+            _fill(source, offset + i * _PIECE_BYTES, piece)
+            finite &= dtype is None or is_finite(piece.view(dtype))
+        return finite
+
+    def _copy_to_gpu(self, source: Source, offset: int, target: Tensor) -> None:
+        """Fill a vector of bytes on a GPU: one pinned buffer is filled while the other one is copied."""
+        if self._pinned is None:
+            buffers = torch.empty(2, _PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._pinned = [(buffer, torch.cuda.Event()) for buffer in buffers]
+        for i, piece in enumerate(target.split(_PINNED_BYTES)):
+            buffer, copied = self._pinned[i % 2]
+            copied.synchronize()
+            _fill(source, offset + i * _PINNED_BYTES, buffer[: len(piece)])
+            piece.copy_(buffer[: len(piece)], non_blocking=True)
+            copied.record(torch.cuda.current_stream(target.device))
+
+    def _take_scales(self, blocks: Blocks) -> None:
+        """Replace the entries of FP8 weights and their scales by those of the dequantised weights."""
+        for name, info in [*self.infos.items()]:
+            if info.dtype != torch.float8_e4m3fn:
+                continue
+            scale = self.infos.pop(name + SCALE, None)
+            if scale is None:
+                self.problems.append(f"{name + SCALE}, the scales of {name}, is missing")
+            elif problem := scale_problem(name, info.shape, scale.shape, blocks):
+                self.problems.append(problem)
+            else:
+                self._scaled |= {name: info, name + SCALE: scale}
+            self.infos[name] = TensorInfo(info.shape, torch.bfloat16)
 
     def _find(self, folder: Path) -> dict[str, str]:
         """Return the file of each tensor by the index, or {"": the only file}."""
@@ -69,39 +170,65 @@ class TensorFiles:
                 return entries
         raise ConfigError(f"{folder} has no weights: it needs {SAFETENSORS} or {PICKLED}, or an index of shards")
 
-    def _read_file(self, path: Path) -> Iterator[tuple[str, TensorInfo, Any]]:
+    def _read_file(self, path: Path) -> Iterator[tuple[str, TensorInfo, Source]]:
         if not path.is_file():
             self.problems.append(f"the file {path.name} is missing")
             return
         try:
-            opened: Any = _open_pickled(path) if path.suffix == ".bin" else _open_safetensors(path)
+            entries = self._open_pickled(path) if path.suffix == ".bin" else self._open_safetensors(path)
         except Exception as error:  # of a damaged file: each reader has its own
             self.problems.append(f"the file {path.name} is damaged: {str(error).splitlines()[0]}")
             return
-        for name in opened.keys():  # noqa: SIM118 - not a dict if it is safetensors
-            if isinstance(opened, dict):
-                value = opened[name]
-                if not isinstance(value, Tensor):
-                    self.problems.append(f"{name} in {path.name} must be a tensor, got {cut(value)}")
-                    continue
-                yield name, TensorInfo(tuple(value.shape), value.dtype), opened
+        yield from entries
+
+    def _open_safetensors(self, path: Path) -> list[tuple[str, TensorInfo, Source]]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt"):  # checks the header, and the offsets against the size of the file
+            pass
+        descriptor = os.open(path, os.O_RDONLY)
+        self._descriptors.append(descriptor)
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        pairs = json.loads(os.pread(descriptor, length, 8), object_pairs_hook=list)
+        entries = []
+        seen: set[str] = set()
+        for name, value in pairs:
+            if name in seen:
+                self.problems.append(f"{name} is twice in {path.name}")
+            elif name != "__metadata__":
+                fields = dict(value)
+                info = TensorInfo(tuple(fields["shape"]), _DTYPES.get(fields["dtype"], fields["dtype"]))
+                source = Source(path.name, descriptor, 8 + length + fields["data_offsets"][0])
+                entries.append((name, info, source))
+            seen.add(name)
+        return entries
+
+    def _open_pickled(self, path: Path) -> list[tuple[str, TensorInfo, Source]]:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(loaded, dict):
+            raise TypeError(f"it must hold a dict, got {cut(loaded)}")
+        entries = []
+        for name, value in loaded.items():
+            if isinstance(value, Tensor):
+                entries.append((name, TensorInfo(tuple(value.shape), value.dtype), Source(path.name, mapped=value)))
             else:
-                part = opened.get_slice(name)
-                dtype = part.get_dtype()
-                yield name, TensorInfo(tuple(part.get_shape()), _DTYPES.get(dtype, dtype)), opened
+                self.problems.append(f"{name} in {path.name} must be a tensor, got {cut(value)}")
+        return entries
 
 
-def _open_safetensors(path: Path) -> Any:
-    from safetensors import safe_open
+def _fill(source: Source, offset: int, target: Tensor) -> None:
+    """Read bytes of a file. Raises: ConfigError: there are fewer."""
+    buffer, start = memoryview(target.numpy()), 0
+    while start < len(buffer):  # Linux reads at most 2 GiB at once
+        count = os.preadv(source.descriptor, [buffer[start:]], offset + start)
+        if count == 0:
+            raise ConfigError(f"{source.file} is shorter than its header says, or was changed: nothing was loaded")
+        start += count
 
-    return safe_open(path, framework="pt", device="cpu")
 
-
-def _open_pickled(path: Path) -> dict[str, Any]:
-    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(loaded, dict):
-        raise TypeError(f"it must hold a dict, got {cut(loaded)}")
-    return loaded
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite. NaN propagates to the bounds, which need no mask in memory."""
+    return tensor.numel() == 0 or all(bool(bound.isfinite()) for bound in tensor.aminmax())
 
 
 def read_json(path: Path) -> dict[str, Any]:

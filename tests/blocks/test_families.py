@@ -1,7 +1,6 @@
 """Folders of transformers: one case of each kind. `make test-families` runs every family."""
 
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +113,22 @@ def test_pickled_tensors_are_read_and_other_objects_are_not(tmp_path: Path) -> N
     assert "pytorch_model.bin is damaged" in problem(folder)
 
 
-def test_one_source_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_read_in_place_or_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, weights())
-    alive: list[weakref.ref[Tensor]] = []
+    storages: dict[int, int] = {}
     get = TensorFiles.get
 
-    def counted(files: TensorFiles, name: str) -> Tensor:
+    def recorded(files: TensorFiles, name: str) -> Tensor:
         tensor = get(files, name)
-        assert sum(ref() is not None for ref in alive) <= 1  # the one before is released when this one replaces it
-        alive.append(weakref.ref(tensor))
+        storages[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    monkeypatch.setattr(TensorFiles, "get", counted)
-    deltazoo.from_pretrained(folder)
-    assert len(alive) == len(weights())
+    monkeypatch.setattr(TensorFiles, "get", recorded)
+    expected = deltazoo.from_pretrained(folder).state_dict()
+    assert not storages
+    actual = deltazoo.from_pretrained(folder, dtype=torch.float64).state_dict()
+    assert max(storages.values()) == max(x.numel() * 4 for x in weights().values())
+    assert all(torch.equal(x, expected[name].double()) for name, x in actual.items())
 
 
 def test_dtype_casts_the_weights(tmp_path: Path) -> None:
@@ -158,6 +159,12 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
     sentence = problem(write(tmp_path, tensors))
     assert "model.norm.weight has values that are NaN" in sentence and "layers.1.mlp.up_proj" in sentence
+    assert sentence == problem(tmp_path, dtype=torch.bfloat16)  # which is not read in place
+    tensors = weights()
+    tensors["model.norm.weight"][3] = 1e5
+    assert "model.norm.weight has values that torch.float16 cannot hold" in problem(
+        write(tmp_path, tensors), dtype=torch.float16
+    )
 
 
 def test_damaged_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
@@ -179,6 +186,70 @@ def test_damaged_missing_and_contradicting_files_are_refused(tmp_path: Path) -> 
     assert "must be in the same folder" in problem(folder)
 
 
+def fp8_weights() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return tensors with matrices in FP8 in blocks of 8 x 6, and the dequantised ones."""
+    quantised, expected = weights(), weights()
+    for name, x in weights().items():
+        if "proj" not in name:
+            continue
+        rows, columns = -(-x.shape[0] // 8), -(-x.shape[1] // 6)
+        scale = 0.01 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(len(name)))
+        quantised[name], quantised[f"{name}_scale_inv"] = (x / 3).to(torch.float8_e4m3fn), scale
+        whole = scale.repeat_interleave(8, 0)[: x.shape[0]].repeat_interleave(6, 1)[:, : x.shape[1]]
+        expected[name] = (quantised[name].float() * whole).bfloat16()
+    return quantised, expected
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 6], "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def test_weights_in_fp8_are_dequantised_and_written_without_scales(tmp_path: Path) -> None:
+    quantised, expected = fp8_weights()
+    model = deltazoo.from_pretrained(write(tmp_path / "a", quantised, quantization_config=FP8))
+    model.save_pretrained(tmp_path / "b")
+    written = load_file(tmp_path / "b" / FILE)
+    assert written.keys() == expected.keys()
+    assert all(written[name].dtype == x.dtype and torch.equal(written[name], x) for name, x in expected.items())
+    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
+
+
+def test_wrong_scales_of_fp8_weights_are_listed(tmp_path: Path) -> None:
+    quantised, _ = fp8_weights()
+    name = "model.layers.0.mlp.up_proj.weight"
+    quantised[f"{name}_scale_inv"] = torch.ones(3, 2)
+    other = "model.layers.1.self_attn.q_proj.weight"
+    del quantised[f"{other}_scale_inv"]
+    quantised["lm_head.weight_scale_inv"] = torch.ones(1, 1)
+    sentence = problem(write(tmp_path, quantised, quantization_config=FP8))
+    assert f"{name}_scale_inv must have shape [3, 3], got [3, 2]" in sentence
+    assert f"{other}_scale_inv, the scales of {other}, is missing" in sentence
+    assert "lm_head.weight_scale_inv is unknown" in sentence
+    assert len(sentence.splitlines()) == 4
+    assert "must be float64, float32, float16 or bfloat16, got torch.float8" in problem(write(tmp_path, quantised))
+
+
+def test_a_tensor_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, weights())
+    content = (folder / FILE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].decode().rstrip()
+    entry = json.dumps({"model.norm.weight": json.loads(header)["model.norm.weight"]})[1:-1]
+    header = f"{header[:-1]},{entry}}}".encode()
+    header += b" " * (-len(header) % 8)
+    (folder / FILE).write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    sentence = problem(folder)
+    assert "model.norm.weight is twice in model.safetensors" in sentence or "model.safetensors is damaged" in sentence
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda x: x[:4], lambda x: b"", lambda x: b"\xff" * 64, lambda x: x[:8] + b"x" + x[9:]]
+)
+def test_a_damaged_header_is_refused(damage: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path, weights())
+    (folder / FILE).write_bytes(damage((folder / FILE).read_bytes()))
+    assert "the file model.safetensors is damaged" in problem(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -186,7 +257,8 @@ def test_damaged_missing_and_contradicting_files_are_refused(tmp_path: Path) -> 
         ({"attention_bias": True}, "attention_bias must be False for a model of type 'llama', got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"sinks": 4}, "with sinks is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "with quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "no other quantisation is supported"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "x": 1}}, "with x is not"),
         ({"hidden_size": None}, "needs the field hidden_size"),
         ({"model_type": "os:system"}, "model_type must be the name of a family"),
     ],
