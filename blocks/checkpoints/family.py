@@ -168,6 +168,9 @@ def read_config(values: Mapping[str, Any]) -> tuple[str, HubConfig]:
     Raises: ConfigError: there is no model type; UnknownNameError.
     """
     model_type = values.get("model_type")
+    if model_type is None and {"d_model", "n_layer", "ssm_cfg"} <= values.keys():  # state-spaces has no types
+        kind = (values["ssm_cfg"] or {}).get("layer", "Mamba1")
+        model_type = {"Mamba1": "state_spaces_mamba", "Mamba2": "state_spaces_mamba2"}.get(kind)
     if not isinstance(model_type, str) or ":" in model_type:
         raise ConfigError(f"config.json: model_type must be the name of a family, got {cut(model_type)}")
     nested = family(model_type).nested

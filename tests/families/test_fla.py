@@ -31,12 +31,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
     }),
     "delta_net": ("DeltaNet", {"num_heads": 2}, DELTA | {"b_proj.weight": (2, 32), "o_norm.weight": (16,)}),
     "gated_deltanet": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 8}, {
-        "A_log": (2,), "dt_bias": (2,), "q_proj.weight": (16, 32), "k_proj.weight": (16, 32), "v_proj.weight": (32, 32),
-        "a_proj.weight": (2, 32), "b_proj.weight": (2, 32), "q_conv1d.weight": (16, 1, 4), "k_conv1d.weight": (16, 1, 4),
+        "A_log": (2,), "dt_bias": (2,), "q_proj.weight": (16, 32), "k_proj.weight": (16, 32),
+        "v_proj.weight": (32, 32),
+        "a_proj.weight": (2, 32), "b_proj.weight": (2, 32), "q_conv1d.weight": (16, 1, 4),
+        "k_conv1d.weight": (16, 1, 4),
         "v_conv1d.weight": (32, 1, 4), "g_proj.weight": (32, 32), "o_norm.weight": (16,), "o_proj.weight": (32, 32),
     }),
     "kda": ("KDA", {"num_heads": 2, "head_dim": 8}, {
-        "A_log": (2,), "dt_bias": (16,), "q_proj.weight": (16, 32), "k_proj.weight": (16, 32), "v_proj.weight": (16, 32),
+        "A_log": (2,), "dt_bias": (16,), "q_proj.weight": (16, 32), "k_proj.weight": (16, 32),
+        "v_proj.weight": (16, 32),
         "q_conv1d.weight": (16, 1, 4), "k_conv1d.weight": (16, 1, 4), "v_conv1d.weight": (16, 1, 4),
         "f_proj.0.weight": (8, 32), "f_proj.1.weight": (16, 8), "b_proj.weight": (2, 32), "g_proj.0.weight": (8, 32),
         "g_proj.1.weight": (16, 8), "g_proj.1.bias": (16,), "o_norm.weight": (8,), "o_proj.weight": (32, 16),

@@ -123,6 +123,34 @@ def test_qwen3_5_with_a_vision_tower_drops_it_and_is_written_without(name: str, 
     assert (written["model_type"], written["architectures"]) == (config["model_type"], config["architectures"])
 
 
+@pytest.mark.parametrize("name", ["mamba-tied", "mamba2-tied"])
+def test_folders_of_state_spaces_are_read_and_written_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Their names, their config, and a pickled file with the tied head beside the embedding."""
+    source, theirs = tmp_path / "source", tmp_path / "theirs"
+    folders.write(source, name)
+    theirs.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    weights = {key.replace(".embeddings.", ".embedding."): x for key, x in tensors(source).items()}
+    weights["lm_head.weight"] = weights["backbone.embedding.weight"]
+    torch.save(weights, theirs / "pytorch_model.bin")
+    layer = {"d_state": config["state_size"], "expand": config["expand"]}
+    if name == "mamba-tied":
+        layer["dt_rank"] = config["time_step_rank"]
+    else:
+        layer |= {"layer": "Mamba2", "headdim": config["head_dim"], "ngroups": config["n_groups"]}
+    fields = {"d_model": config["hidden_size"], "n_layer": config["num_hidden_layers"], "vocab_size": folders.VOCAB}
+    fields |= {"ssm_cfg": layer, "rms_norm": True, "residual_in_fp32": True, "fused_add_norm": True}
+    (theirs / "config.json").write_text(json.dumps(fields | {"pad_vocab_size_multiple": 1}))
+    model = deltazoo.from_pretrained(theirs)
+    expected = deltazoo.from_pretrained(source)
+    assert_same_bytes(model.state_dict(), expected.state_dict())
+    mixer, other = model.spec.expand()[0].mixers[0], expected.spec.expand()[0].mixers[0]
+    assert mixer.model_copy(update={"norm_eps": other.norm_eps}) == other
+    assert model.spec.norm_eps == 1e-5 and (name == "mamba-tied" or mixer.norm_eps == 1e-5)
+    model.save_pretrained(tmp_path / "written")
+    assert_same_bytes(tensors(tmp_path / "written"), tensors(source))
+
+
 def test_the_hub_fields_of_kimi_linear_give_the_stack_of_those_of_transformers(tmp_path: Path) -> None:
     folders.write(tmp_path, "kimi_linear")
     expected = deltazoo.from_pretrained(tmp_path).spec
