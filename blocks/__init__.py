@@ -14,6 +14,7 @@ _MODULES = by_name(
         "deltazoo.blocks.generation.decoder": ["Decoder"],
         "deltazoo.blocks.generation.generate": ["generate_tokens", "stream"],
         "deltazoo.blocks.generation.sampling": ["Sampling"],
+        "deltazoo.blocks.generation.tokenized": ["TokenCompletion"],
         "deltazoo.blocks.inspect.layer_table": ["Description", "LayerRow"],
         "deltazoo.blocks.model.layer": ["Layer", "LayerOutput", "LayerSpec"],
         "deltazoo.blocks.model.losses": ["Losses"],
@@ -27,6 +28,7 @@ _MODULES = by_name(
         "deltazoo.blocks.training.config": ["TrainConfig"],
         "deltazoo.blocks.training.records": ["Point", "Training"],
         "deltazoo.blocks.data.text": ["Text", "load_text"],
+        "deltazoo.blocks.data.tokenizer": ["Tokenizer"],
     }
 )
 __getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

@@ -4,11 +4,13 @@ from deltazoo.backends.io.progress import Progress as Progress
 from deltazoo.backends.io.progress import silent as silent
 from deltazoo.blocks.data.text import Text as Text
 from deltazoo.blocks.data.text import load_text as load_text
+from deltazoo.blocks.data.tokenizer import Tokenizer as Tokenizer
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.decoder import Decoder as Decoder
 from deltazoo.blocks.generation.generate import generate_tokens as generate_tokens
 from deltazoo.blocks.generation.generate import stream as stream
 from deltazoo.blocks.generation.sampling import Sampling as Sampling
+from deltazoo.blocks.generation.tokenized import TokenCompletion as TokenCompletion
 from deltazoo.blocks.inspect.layer_table import Description as Description
 from deltazoo.blocks.inspect.layer_table import LayerRow as LayerRow
 from deltazoo.blocks.model.compilation import compile_layers as compile_layers

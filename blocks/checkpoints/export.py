@@ -20,6 +20,7 @@ from deltazoo.blocks.checkpoints.tensor_files import (
     write_json,
     write_shard,
 )
+from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.model.interface import ModelSpec
 
 FORMATS = ("transformers",)
@@ -36,6 +37,7 @@ class SavableModel(Protocol):
     """The part of `LanguageModel` that is written."""
 
     origin: Origin | None
+    tokenizer: Tokenizer | None
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -81,6 +83,8 @@ def save_pretrained(
         metadata = {"total_size": sum(sizes.values())}
         write_json(target / f"{SAFETENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map})
     dtype = str(tensors["embedding.weight"].dtype).removeprefix("torch.")
+    if model.tokenizer is not None:
+        model.tokenizer.copy_files(target)
     write_json(target / CONFIG, {**kept, **config, "architectures": [found.architecture], "dtype": dtype})
 
 

@@ -94,10 +94,10 @@ class HubConfig:
             "rotary_fraction": float(given["partial_rotary_factor"]),
         }
 
-    def step_limits(self) -> dict[str, float | None]:
-        """Return `step_min` and `step_max` of `Mamba2` from the field time_step_limit."""
+    def step_limits(self) -> tuple[float, float | None]:
+        """Return `step_limits` of `Mamba2` from the field time_step_limit."""
         low, high = self.get("time_step_limit", [0.0, INFINITY])
-        return {"step_min": float(low), "step_max": None if high in (INFINITY, float("inf")) else float(high)}
+        return float(low), None if high in (INFINITY, float("inf")) else float(high)
 
     def kept(self) -> dict[str, Any]:
         """Return the fields without effect on the logits that a saved folder keeps."""
@@ -112,6 +112,12 @@ class HubConfig:
                 f"config.json: a model of type {self._model_type!r} with {', '.join(unknown)} is not supported: "
                 "deltazoo does not know the effect on the logits"
             )
+
+
+def limits_config(limits: tuple[float, float | None]) -> dict[str, Any]:
+    """Return the field that `HubConfig.step_limits` reads, none for the usual limits."""
+    low, high = limits
+    return {} if limits == (0, None) else {"time_step_limit": [low, INFINITY if high is None else high]}
 
 
 class Family(ABC):

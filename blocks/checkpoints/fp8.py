@@ -28,7 +28,7 @@ def read_blocks(config: Mapping[str, Any]) -> Blocks | None:
     fields = config.get("quantization_config")
     if fields is None:
         return None
-    blocks = fields.get("weight_block_size") if isinstance(fields, Mapping) else None
+    blocks: Any = fields.get("weight_block_size") if isinstance(fields, Mapping) else None
     sizes = isinstance(blocks, list) and len(blocks) == 2 and all(isinstance(x, int) and x > 0 for x in blocks)
     if not isinstance(fields, Mapping) or fields.get("quant_method") != "fp8" or not sizes:
         raise ConfigError(

@@ -18,6 +18,7 @@ from deltazoo.blocks.checkpoints.family import CONFIG, Family, family, read_conf
 from deltazoo.blocks.checkpoints.fp8 import Blocks, read_blocks
 from deltazoo.blocks.checkpoints.rules import Rule
 from deltazoo.blocks.checkpoints.tensor_files import TensorFiles, is_finite, read_json
+from deltazoo.blocks.data.tokenizer import read_tokenizer
 from deltazoo.blocks.model.compilation import run_eagerly
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
@@ -63,7 +64,7 @@ def from_pretrained(
 
     The folder has a config.json and the weights in safetensors or PyTorch files, single or in shards with an index.
     Tensors are read one by one: the memory needed is that of the model and of one tensor. Weights in FP8 with a scale
-    per block are dequantised. No code of the folder runs.
+    per block are dequantised. `model.tokenizer` is the folder's. No code of the folder runs.
 
     Args:
         folder: a local folder.
@@ -89,6 +90,7 @@ def from_pretrained(
         tensors = _read_weights(folder, source, files, placements, (place, dtype))
         model.load_state_dict(tensors, assign=True)
     model.origin = source.origin
+    model.tokenizer = read_tokenizer(Path(folder), source.origin.fields, source.spec.vocab)
     return model.eval()
 
 

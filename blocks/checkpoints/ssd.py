@@ -3,7 +3,7 @@
 from typing import Any
 
 from deltazoo.blocks.checkpoints import parts
-from deltazoo.blocks.checkpoints.family import INFINITY, HubConfig
+from deltazoo.blocks.checkpoints.family import HubConfig, limits_config
 from deltazoo.blocks.checkpoints.rules import Rule, under
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.core.mixer import MixerConfig
@@ -22,7 +22,7 @@ def mixer(config: HubConfig, channels: int | None = None, **fields: Any) -> Mamb
         value_width=(channels or expanded) // heads if width == "auto" else width,
         conv_width=config.get("mamba_d_conv", 4),
         norm_eps=config["rms_norm_eps"],
-        **config.step_limits(),
+        step_limits=config.step_limits(),
         **fields,
     )
 
@@ -30,8 +30,8 @@ def mixer(config: HubConfig, channels: int | None = None, **fields: Any) -> Mamb
 def mixer_config(found: Mamba2, width: int) -> dict[str, Any]:
     """Return the fields that `mixer` reads."""
     shape = found.shape(width)
-    limits = [found.step_min, INFINITY if found.step_max is None else found.step_max]
     return {
+        **limits_config(found.step_limits),
         "mamba_n_groups": shape.heads,
         "mamba_n_heads": shape.value_heads,
         "mamba_d_head": shape.value_width,
@@ -41,7 +41,7 @@ def mixer_config(found: Mamba2, width: int) -> dict[str, Any]:
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
         "mlp_bias": False,
-    } | ({"time_step_limit": limits} if limits != [0, INFINITY] else {})
+    }
 
 
 def mixer_rules(found: MixerConfig, width: int, index: int = 0) -> list[Rule]:

@@ -16,7 +16,7 @@ SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5_000_000_000
 _PIECE_BYTES = 1 << 20  # read and checked together, while they are in the cache
 _PINNED_BYTES = 1 << 24  # of each of two buffers between a file and a GPU
-_DTYPES = {
+_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
@@ -197,7 +197,7 @@ class TensorFiles:
                 self.problems.append(f"{name} is twice in {path.name}")
             elif name != "__metadata__":
                 fields = dict(value)
-                info = TensorInfo(tuple(fields["shape"]), _DTYPES.get(fields["dtype"], fields["dtype"]))
+                info = TensorInfo(tuple(fields["shape"]), _DTYPES.get(fields["dtype"], str(fields["dtype"])))
                 source = Source(path.name, descriptor, 8 + length + fields["data_offsets"][0])
                 entries.append((name, info, source))
             seen.add(name)
@@ -218,7 +218,8 @@ class TensorFiles:
 
 def _fill(source: Source, offset: int, target: Tensor) -> None:
     """Read bytes of a file. Raises: ConfigError: there are fewer."""
-    buffer, start = memoryview(target.numpy()), 0
+    array: Any = target.numpy()
+    buffer, start = memoryview(array), 0
     while start < len(buffer):  # Linux reads at most 2 GiB at once
         count = os.preadv(source.descriptor, [buffer[start:]], offset + start)
         if count == 0:

@@ -14,11 +14,14 @@ from pydantic import BaseModel, ConfigDict
 from deltazoo.backends.io.errors import ConfigError, count
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
 from deltazoo.backends.update.check import check_type
+from deltazoo.blocks.checkpoints.family import CONFIG
 from deltazoo.blocks.checkpoints.folder import load_model
+from deltazoo.blocks.checkpoints.pretrained import from_pretrained
 from deltazoo.blocks.data.text import BYTES
 from deltazoo.blocks.generation.generate import stream
 from deltazoo.blocks.generation.kept import borrowed_decoder
 from deltazoo.blocks.generation.sampling import Sampling
+from deltazoo.blocks.generation.tokenized import TokenCompletion, complete
 from deltazoo.blocks.model.compilation import run_eagerly
 from deltazoo.blocks.model.interface import check_model
 from deltazoo.blocks.model.stack import LanguageModel
@@ -62,7 +65,7 @@ class Completion(BaseModel):
 def load_for_completion(
     folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False
 ) -> LanguageModel:
-    """Load the model of a checkpoint for `generate`.
+    """Load the model of a checkpoint, or of a folder of transformers, for `generate`.
 
     Args:
         backend: None selects those of the stack, else the device's default. Without a CUDA device that is `compile`
@@ -70,6 +73,8 @@ def load_for_completion(
         trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
+    if (Path(folder) / CONFIG).is_file():
+        return from_pretrained(folder, device, backend=backend)
     with run_eagerly(device):
         return load_model(folder, device, backend, trust)
 
@@ -80,8 +85,10 @@ def generate(
     sampling: Sampling | None = None,
     on_text: Callable[[str], None] | None = None,
     compile: bool | None = None,
-) -> Completion:
-    """Continue a prompt with a model of bytes, by cached decoding; for tokens see `deltazoo.blocks.generate_tokens`.
+) -> Completion | TokenCompletion:
+    """Continue a prompt by cached decoding; for prompts of tokens see `deltazoo.blocks.generate_tokens`.
+
+    A model of `deltazoo.from_pretrained` reads the text with its tokenizer, any other model is one of bytes.
 
     Args:
         sampling: None: the defaults of `Sampling`.
@@ -93,6 +100,8 @@ def generate(
     check_type("prompt", prompt, str, "text")
     check_type("sampling", sampling, Sampling | None, "a Sampling or None")
     sampling = sampling or Sampling()
+    if model.tokenizer is not None:
+        return complete(model, model.tokenizer, prompt, sampling, on_text, bool(compile))
     if not prompt:
         raise ConfigError("prompt must contain at least one character, got ''")
     if model.spec.vocab < BYTES:

@@ -25,6 +25,7 @@ from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
 from deltazoo.blocks.checkpoints.export import Origin, save_pretrained
 from deltazoo.blocks.checkpoints.tensor_files import MAX_SHARD_BYTES
+from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.generation.generate import Prompt, generate_tokens
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.checkpointing import Checkpointing
@@ -107,6 +108,7 @@ class LanguageModel(nn.Module):
         self.spec = spec
         self.run_settings: RunSettings | None = None  # set by `load`: those of the training run
         self.origin: Origin | None = None  # set by `from_pretrained`
+        self.tokenizer: Tokenizer | None = None  # set by `from_pretrained`
         self.embedding_scale, self.logit_scale, self.logit_cap = spec.embedding_scale, spec.logit_scale, spec.logit_cap
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)

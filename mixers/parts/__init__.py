@@ -53,6 +53,7 @@ _PARTS = {
     "rwkv.rwkv6": ["RWKV6Projection"],
     "rwkv.rwkv7": ["RWKV7Projection"],
     "ssm.selective": ["SelectiveOperands"],
+    "ssm.stream_factors": ["StreamFactors"],
     "skips": ["Bonus", "Feedthrough", "Skip"],
     "attention.slot_attention": ["GatedSlots", "RoutedSlots", "SlotKeyPass", "SlotValuePass", "SoftmaxSlots"],
     "attention.softmax_attention": ["attend", "attend_cache", "attend_packed", "attend_ring_buffer"],

@@ -94,5 +94,6 @@ from deltazoo.mixers.parts.ssm.mamba3 import TrapezoidalGates as TrapezoidalGate
 from deltazoo.mixers.parts.ssm.mamba3 import TrapezoidalRead as TrapezoidalRead
 from deltazoo.mixers.parts.ssm.mamba3 import TrapezoidalWrite as TrapezoidalWrite
 from deltazoo.mixers.parts.ssm.selective import SelectiveOperands as SelectiveOperands
+from deltazoo.mixers.parts.ssm.stream_factors import StreamFactors as StreamFactors
 
 __all__: list[str]

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo import StackSpec
-from deltazoo.backends.io.errors import ConfigError, PatternError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers import Attention, Context, Mamba2, MoM
 from deltazoo.mixers.core.mixer import FIRST_PLACE
-from deltazoo.mixers.mamba2 import Factors
+from deltazoo.mixers.parts.ssm.stream_factors import StreamFactors
 
 WIDTH = 12
 MAMBA2 = {"heads": 2, "value_heads": 4, "key_width": 3, "value_width": 5}
@@ -73,7 +73,7 @@ def test_the_factor_of_the_logits_is_before_the_cap_and_in_the_loss(tied: bool) 
 
 def test_factors_of_mamba2_equal_factors_of_its_weights_also_inside_mom_and_while_decoding() -> None:
     torch.manual_seed(0)
-    factors = Factors(gate=0.5, x=2.0, B=1.5, C=0.7, dt=1.3)
+    factors = StreamFactors(gate=0.5, x=2.0, B=1.5, C=0.7, dt=1.3)
     plain, scaled = Mamba2(**MAMBA2), Mamba2(**MAMBA2, factors=factors)
     ours = randomize(scaled.build(WIDTH, backend="reference"))
     folded = plain.build(WIDTH, backend="reference").double()
@@ -101,7 +101,7 @@ def test_factors_of_mamba2_equal_factors_of_its_weights_also_inside_mom_and_whil
 
 def test_the_step_of_mamba2_is_clamped() -> None:
     torch.manual_seed(0)
-    mixer = randomize(Mamba2(**MAMBA2, step_min=0.4, step_max=0.8).build(WIDTH))
+    mixer = randomize(Mamba2(**MAMBA2, step_limits=(0.4, 0.8)).build(WIDTH))
     x = 3 * torch.randn(2, 6, WIDTH, dtype=torch.float64)
     decay = mixer.operands.decay
     dt = F.softplus(decay.proj(x) + decay.dt_bias).clamp(0.4, 0.8)
@@ -114,7 +114,7 @@ def test_the_step_of_mamba2_is_clamped() -> None:
 
 def test_the_norm_of_mamba2_may_precede_the_gate() -> None:
     torch.manual_seed(0)
-    mixer = randomize(Mamba2(**MAMBA2, norm_first=True).build(WIDTH))
+    mixer = randomize(Mamba2(**MAMBA2, norm="first").build(WIDTH))
     assert [*mixer.outputs] == ["skip", "norm", "gate"]
     after = randomize(Mamba2(**MAMBA2).build(WIDTH))
     assert [*after.outputs] == ["skip", "gate", "norm"]
@@ -126,8 +126,6 @@ def test_the_norm_of_mamba2_may_precede_the_gate() -> None:
         (lambda: LayerSpec(mixer=Attention(), mixer_scales=(1.0, 2.0)), "one factor for each of 1 mixers"),
         (lambda: StackSpec(width=8, depth=1, vocab=3, pattern="attention", mlp={"gated": False, "gate_scale": 2}),
          "gate_scale needs gated=True"),
-        (lambda: StackSpec(width=8, depth=1, vocab=3, pattern="mamba2(norm=false, norm_first=true)"),
-         "norm_first needs norm=True"),
         (lambda: StackSpec(width=8, depth=1, vocab=3, pattern="mamba2", mlp={"type": "moe", "experts": 4, "groups": 3}),
          "groups must divide experts = 4, got 3"),
         (lambda: StackSpec(width=8, depth=1, vocab=3, pattern="mamba2",
@@ -136,5 +134,5 @@ def test_the_norm_of_mamba2_may_precede_the_gate() -> None:
     ],
 )  # fmt: skip
 def test_a_factor_or_limit_without_effect_is_refused(build, sentence) -> None:
-    with pytest.raises((ConfigError, PatternError), match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         build()

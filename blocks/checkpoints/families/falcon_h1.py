@@ -10,7 +10,8 @@ from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers.attention import Attention
-from deltazoo.mixers.mamba2 import Factors, Mamba2
+from deltazoo.mixers.mamba2 import Mamba2
+from deltazoo.mixers.parts.ssm.stream_factors import StreamFactors
 
 
 class FalconH1(Family):
@@ -25,10 +26,9 @@ class FalconH1(Family):
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(projectors_bias=False)
         factors = [config.get("ssm_in_multiplier", 1.0) * x for x in config.get("ssm_multipliers", [1.0] * 5)]
-        norm, norm_first = config.get("mamba_rms_norm", False), config.get("mamba_norm_before_gate", True)
-        mamba2 = ssd.mixer(
-            config, config.get("mamba_d_ssm"), norm=norm, norm_first=norm and norm_first, factors=Factors(*factors)
-        )
+        first = config.get("mamba_norm_before_gate", True)
+        norm = config.get("mamba_rms_norm", False) and ("first" if first else True)
+        mamba2 = ssd.mixer(config, config.get("mamba_d_ssm"), norm=norm, factors=StreamFactors(*factors))
         of_input = config.get("attention_in_multiplier", 1.0)  # q, k and v have it: the scores its square
         key_scale = config.get("key_multiplier", 1.0) * of_input**2
         attention = decoder.attention(config, key_scale=key_scale, **config.rotary())
@@ -55,8 +55,8 @@ class FalconH1(Family):
             **decoder.attention_config(attention, spec.width),
             **ssd.mixer_config(mamba2, spec.width),
             "mamba_d_ssm": shape.value_heads * shape.value_width,
-            "mamba_rms_norm": mamba2.norm,
-            "mamba_norm_before_gate": mamba2.norm_first,
+            "mamba_rms_norm": bool(mamba2.norm),
+            "mamba_norm_before_gate": mamba2.norm == "first",
             "projectors_bias": False,
             "intermediate_size": mlp.hidden(spec.width),
             "ssm_in_multiplier": 1.0,

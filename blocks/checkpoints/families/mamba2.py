@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import decoder, parts
 from deltazoo.blocks.checkpoints.families.mamba import IGNORED, NAMES
-from deltazoo.blocks.checkpoints.family import INFINITY, Family, HubConfig
+from deltazoo.blocks.checkpoints.family import Family, HubConfig, limits_config
 from deltazoo.blocks.checkpoints.rules import Rule, under
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers import mamba2 as mixers
@@ -26,7 +26,7 @@ class Mamba2(Family):
             value_width=config["head_dim"],
             conv_width=config.get("conv_kernel", 4),
             norm_eps=config["layer_norm_epsilon"],
-            **config.step_limits(),
+            step_limits=config.step_limits(),
         )
         inner, expanded = config["num_heads"] * config["head_dim"], int(config.get("expand", 2) * config["hidden_size"])
         if inner != expanded:
@@ -40,10 +40,9 @@ class Mamba2(Family):
         mixer = decoder.first(spec, mixers.Mamba2)
         shape = mixer.shape(spec.width)
         expand = shape.value_heads * shape.value_width / spec.width
-        limits = [mixer.step_min, INFINITY if mixer.step_max is None else mixer.step_max]
         return {
             **decoder.sizes_config(spec, NAMES),
-            **({"time_step_limit": limits} if limits != [0, INFINITY] else {}),
+            **limits_config(mixer.step_limits),
             "n_groups": shape.heads,
             "num_heads": shape.value_heads,
             "head_dim": shape.value_width,

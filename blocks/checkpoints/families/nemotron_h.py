@@ -26,7 +26,6 @@ REQUIRED: dict[str, Any] = {
 MAMBA2 = {
     "heads": ("n_groups", 8), "value_heads": ("mamba_num_heads", 128), "key_width": ("ssm_state_size", 128),
     "value_width": ("mamba_head_dim", 64), "conv_width": ("conv_kernel", 4), "norm_eps": ("layer_norm_epsilon", 1e-5),
-    "step_min": ("time_step_min", 1e-3),
 }  # fmt: skip
 ATTENTION = {
     "heads": ("num_attention_heads", 32), "key_value_heads": ("num_key_value_heads", 8), "head_width": ("head_dim", 128)
@@ -71,8 +70,9 @@ class NemotronH(Family):
         head_width = {"head_width": config["attention_head_dim"]} if config.get("attention_head_dim") else {}
         attention = Attention(**read(ATTENTION) | head_width, rotary_theta=None)
         experts = MoE(**read(MOE), scores="sigmoid", selection_bias=True, balance=0.0, activation="relu2", gated=False)
+        mamba2 = Mamba2(**read(MAMBA2), step_limits=(config.get("time_step_min", 1e-3), None))
         layers = {
-            "linear_attention": LayerSpec(mixer=Mamba2(**read(MAMBA2)), mlp="none"),
+            "linear_attention": LayerSpec(mixer=mamba2, mlp="none"),
             "full_attention": LayerSpec(mixer=attention, mlp="none"),
             "mlp": LayerSpec(mixer="none", mlp=Dense(**read(MLP), activation="relu2", gated=False)),
             "moe": LayerSpec(mixer="none", mlp=experts),
@@ -93,6 +93,7 @@ class NemotronH(Family):
             found = layer.mlp if layer.mixer == "none" else layer.mixers[0]
             symbol, names = FORMS[type(found)]
             fields["layers_block_type"].append(KINDS[symbol])
+            fields |= {"time_step_min": found.step_limits[0]} if isinstance(found, Mamba2) else {}
             fields |= {theirs: getattr(found, ours) for ours, (theirs, _) in names.items()}
         sizes = {"hidden_size": spec.width, "vocab_size": spec.vocab, "tie_word_embeddings": False}
         return {**REQUIRED, **fields, **sizes, "layer_norm_epsilon": spec.norm_eps}

@@ -1,0 +1,94 @@
+"""The tokenizer of a folder of transformers: text to tokens and back, and the tokens that end a text."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.blocks.data.text import BYTES
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+# What a folder has beside its weights: the tokenizer, and what other programs need of it
+_FILES = (
+    TOKENIZER, GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+
+
+class Tokenizer:
+    """Encode and decode text by the tokenizer.json of a folder, which the package tokenizers reads at the first use.
+
+    Attributes: end: the tokens that end a text.
+    """
+
+    def __init__(self, folder: Path, end: tuple[int, ...] = ()) -> None:
+        self.folder, self.end = folder, end
+        self._loaded: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, with those that the tokenizer puts around a text. Raises: ConfigError."""
+        tokens: list[int] = self._tokenizer().encode(text).ids
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, without special tokens. Raises: ConfigError."""
+        text: str = self._tokenizer().decode(tokens, skip_special_tokens=True)
+        return text
+
+    def decode_stream(self) -> Callable[[int], str]:
+        """Return a function that takes one token after the other, and returns the text that it completes, or ""."""
+        tokenizer = self._tokenizer()
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(tokenizer, token) or ""
+
+    def copy_files(self, target: Path) -> None:
+        """Copy the files of the tokenizer and of generation. Raises: ConfigError: one cannot be copied."""
+        for name in _FILES:
+            if (self.folder / name).is_file():
+                with file_errors("write", target / name):
+                    shutil.copyfile(self.folder / name, target / name)
+
+    def _tokenizer(self) -> Any:
+        if self._loaded is None:
+            path = self.folder / TOKENIZER
+            if not path.is_file():
+                raise ConfigError(f"{self.folder} has no {TOKENIZER}, which text needs: give tokens")
+            try:
+                from tokenizers import Tokenizer as Loaded
+            except ImportError as error:
+                raise ConfigError(f"{path} needs the package tokenizers: pip install 'deltazoo[hf]'") from error
+            try:
+                self._loaded = Loaded.from_file(str(path))
+            except Exception as error:  # the package raises Exception
+                raise ConfigError(f"{path} is damaged: {error}") from error
+        return self._loaded
+
+
+def read_tokenizer(folder: Path, config: Mapping[str, Any], vocab: int) -> Tokenizer | None:
+    """Return the tokenizer of a folder; None for a vocabulary of 256 without a tokenizer.json, which is one of bytes.
+
+    The end tokens are those of generation_config.json, or else of config.json.
+
+    Raises: ConfigError: generation_config.json is damaged, or an end token is no integer.
+    """
+    if vocab == BYTES and not (folder / TOKENIZER).is_file():
+        return None
+    path, fields = folder / GENERATION, dict(config)
+    if path.is_file():
+        with file_errors("read", path):
+            text = path.read_text(encoding="utf-8")
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from None
+        if isinstance(found, dict) and found.get("eos_token_id") is not None:
+            fields = found
+    end = fields.get("eos_token_id")
+    tokens = [] if end is None else end if isinstance(end, list) else [end]
+    if not all(type(token) is int for token in tokens):
+        raise ConfigError(f"eos_token_id in {folder} must be a token or a list of tokens, got {cut(end)}")
+    return Tokenizer(folder, tuple(tokens))
