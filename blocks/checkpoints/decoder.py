@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from deltazoo.backends.io.frozen_config import changed_fields
 from deltazoo.blocks.checkpoints.family import HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, renamed, under
 from deltazoo.blocks.model.interface import ModelSpec
@@ -62,7 +63,11 @@ def attention(config: HubConfig, **fields: Any) -> Attention:
 def attention_config(mixer: Attention, width: int) -> dict[str, Any]:
     """Return the fields that `attention` and `HubConfig.rotary` read."""
     heads, key_value_heads, head_width = mixer.resolve_heads(width)
+    scaling = mixer.rope_scaling
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": mixer.rotary_theta}
+    if scaling is not None:
+        needed = ("low_freq_factor", "high_freq_factor") if scaling.rope_type == "llama3" else ()
+        rotary |= scaling.model_dump(include={"rope_type", "factor", *needed, *changed_fields(scaling)})
     if mixer.rotary_fraction != 1:
         rotary["partial_rotary_factor"] = mixer.rotary_fraction
     return {

@@ -16,6 +16,7 @@ from deltazoo.backends.io.errors import ConfigError, PluginError, cut
 from deltazoo.backends.update import registry
 from deltazoo.blocks.checkpoints.rules import Rule
 from deltazoo.blocks.model.interface import ModelSpec
+from deltazoo.mixers.parts.rope_scaling import RopeScaling
 
 CONFIG = "config.json"
 _ABSENT = object()
@@ -73,26 +74,32 @@ class HubConfig:
                 )
 
     def rotary(self, theta: float = 10000.0, fraction: float = 1.0) -> dict[str, Any]:
-        """Return `rotary_theta` and `rotary_fraction` of `Attention`.
+        """Return `rotary_theta`, `rotary_fraction` and, if there is one, `rope_scaling` of `Attention`.
 
-        Args: theta, fraction: the defaults of the family. Raises: ConfigError: the angles are scaled.
+        Args: theta, fraction: the defaults of the family. Raises: ConfigError: a kind of scaling is not supported.
         """
-        for field in ("rope_parameters", "rope_scaling"):
-            kind = (self.get(field) or {}).get("rope_type", (self.get(field) or {}).get("type", "default"))
-            if kind != "default":
-                raise ConfigError(
-                    f"config.json: {field}.rope_type must be 'default', got {cut(kind)}: it is not supported"
-                )
         given = {"rope_theta": theta, "partial_rotary_factor": fraction}
         for field in given:
             if self.get(field) is not None:
                 given[field] = self[field]
-        given |= {field: x for field, x in (self.get("rope_parameters") or {}).items() if field in given}
+        parameters = {**(self.get("rope_scaling") or {}), **(self.get("rope_parameters") or {})}
+        given |= {field: x for field, x in parameters.items() if field in given}
         base = given["rope_theta"]
-        return {
+        fields: dict[str, Any] = {
             "rotary_theta": None if base is None else float(base),
             "rotary_fraction": float(given["partial_rotary_factor"]),
         }
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        if kind == "default":
+            return fields
+        scaling = {x: y for x, y in parameters.items() if x not in (*given, "type") and y is not None}
+        if kind in ("yarn", "llama3") and self.get("max_position_embeddings") is not None:
+            scaling.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
+        try:
+            return fields | {"rope_scaling": RopeScaling(**scaling | {"rope_type": kind})}
+        except ConfigError as error:
+            problem = str(error).removeprefix("RopeScaling: ")
+            raise ConfigError(f"config.json: rope_parameters of the type {cut(kind)}: {problem}") from None
 
     def step_limits(self) -> tuple[float, float | None]:
         """Return `step_limits` of `Mamba2` from the field time_step_limit."""

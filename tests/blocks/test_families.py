@@ -253,7 +253,11 @@ def test_a_damaged_header_is_refused(damage: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type must be 'default', got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_parameters of the type 'longrope': rope_type",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_parameters of the type 'yarn': factor"),
         ({"attention_bias": True}, "attention_bias must be False for a model of type 'llama', got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"sinks": 4}, "with sinks is not supported"),

@@ -39,6 +39,18 @@ def rope(**fields: Any) -> dict[str, Any]:
 MODELS = {
     "llama": Model("Llama", "LlamaConfig", SIZES | ATTENTION | rope(rope_theta=500.0)),
     "llama-tied": Model("Llama", "LlamaConfig", SIZES | ATTENTION | {"head_dim": 6, "tie_word_embeddings": True}),
+    "llama-llama3": Model(
+        "Llama", "LlamaConfig",
+        SIZES | ATTENTION | {"max_position_embeddings": 128}
+        | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0}
+           | {"high_freq_factor": 3.0, "original_max_position_embeddings": 32}},
+    ),
+    "qwen3-yarn": Model(
+        "Qwen3", "Qwen3Config",
+        SIZES | ATTENTION | {"head_dim": 16, "max_position_embeddings": 128}
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0}
+           | {"original_max_position_embeddings": 32}},
+    ),
     "qwen3": Model("Qwen3", "Qwen3Config", SIZES | ATTENTION | {"head_dim": 10} | rope(rope_theta=1e6)),
     "qwen3-tied": Model("Qwen3", "Qwen3Config", SIZES | ATTENTION | {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen3_next": Model(
