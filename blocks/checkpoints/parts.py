@@ -70,6 +70,7 @@ class ExpertNames(NamedTuple):
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     selection_bias: str = "gate.e_score_correction_bias"
+    joined: tuple[str, str] | None = None  # tensors with the inputs and outputs of all experts, if they may be so
     to_latent: str = "fc1_latent_proj"
     from_latent: str = "fc2_latent_proj"
 
@@ -83,17 +84,12 @@ def experts(config: MoE, width: int, names: ExpertNames | None = None) -> list[R
     pieces = [f"{kind}.{n}" for n in numbers for kind in kinds]
     inputs = {f"experts.{n}.{module}.weight": f"{kind}.{n}" for n in numbers for kind, module in kinds.items()}
     outputs = {f"experts.{n}.{names.expert.down}.weight": f"down.{n}" for n in numbers}
-    rules = [
-        rule("router.weight", f"{names.router}.weight"),
-        rule(
-            {"to_hidden.weight": Packed(" ".join(pieces), stack=config.experts)}, inputs, dict.fromkeys(pieces, hidden)
-        ),
-        rule(
-            {"out.weight": Packed(" ".join(outputs.values()), stack=config.experts)},
-            outputs,
-            dict.fromkeys(outputs.values(), config.latent_width or width),
-        ),
-    ]
+    stacked = [Packed(" ".join(kind), stack=config.experts) for kind in (pieces, outputs.values())]
+    sizes = [dict.fromkeys(pieces, hidden), dict.fromkeys(outputs.values(), config.latent_width or width)]
+    rules = [rule("router.weight", f"{names.router}.weight")]
+    for i, (ours, theirs) in enumerate((("to_hidden.weight", inputs), ("out.weight", outputs))):
+        joined = None if names.joined is None else {names.joined[i]: stacked[i]}
+        rules.append(rule({ours: stacked[i]}, theirs, sizes[i])._replace(other_theirs=joined))
     if config.shared_width is not None:
         rules += under("shared.", f"{names.shared}.", dense_mlp(config.shared(), width))
     if config.shared_gate:

@@ -66,6 +66,7 @@ class Rule(NamedTuple):
         sizes: rows of each piece; may be empty if no tensor has more than one piece.
         precise: `from_pretrained(dtype=...)` leaves these tensors in the dtype of the folder (A_log, dt_bias).
         other_sizes: rows of the pieces in folders that another program cut at other rows; they are read, not written.
+        other_theirs: the tensors of folders that another program joined in another way, such as all experts.
     """
 
     ours: Mapping[str, Packed]
@@ -73,9 +74,15 @@ class Rule(NamedTuple):
     sizes: Mapping[str, int] = {}
     precise: bool = False
     other_sizes: Mapping[str, int] | None = None
+    other_theirs: Mapping[str, Packed] | None = None
 
     def fitting(self, rows: Mapping[str, int]) -> "Rule":
-        """Return the rule with the sizes that a folder has. Args: rows: the first dimension of their tensors."""
+        """Return the rule with the tensors and sizes that a folder has.
+
+        Args: rows: the first dimension of their tensors, by name.
+        """
+        if self.other_theirs is not None and self.other_theirs.keys() <= rows.keys():
+            return self._replace(theirs=self.other_theirs)
         other = self.other_sizes
         if other is None or any(rows.get(name) != other[packed.pieces] for name, packed in self.theirs.items()):
             return self
@@ -83,9 +90,11 @@ class Rule(NamedTuple):
 
     def under(self, ours: str, theirs: str) -> "Rule":
         """Return the rule with prefixes before the names."""
+        other = self.other_theirs
         return self._replace(
             ours={ours + name: packed for name, packed in self.ours.items()},
             theirs={theirs + name: packed for name, packed in self.theirs.items()},
+            other_theirs=None if other is None else {theirs + name: packed for name, packed in other.items()},
         )
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

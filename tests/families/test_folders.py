@@ -151,6 +151,27 @@ def test_folders_of_state_spaces_are_read_and_written_as_those_of_transformers(n
     assert_same_bytes(tensors(tmp_path / "written"), tensors(source))
 
 
+def test_all_experts_in_one_tensor_are_read_and_written_as_one_each(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    source = tmp_path / "source"
+    folders.write(source, "qwen3_5_moe_text")
+    weights = tensors(source)
+    joined = {}
+    for i in range(3):
+        prefix = f"model.layers.{i}.mlp.experts."
+        gates = [torch.cat([weights.pop(f"{prefix}{n}.{x}_proj.weight") for x in ("gate", "up")]) for n in range(3)]
+        joined[f"{prefix}gate_up_proj"] = torch.stack(gates)
+        joined[f"{prefix}down_proj"] = torch.stack([weights.pop(f"{prefix}{n}.down_proj.weight") for n in range(3)])
+    (tmp_path / "joined").mkdir()
+    (tmp_path / "joined" / "config.json").write_text((source / "config.json").read_text())
+    save_file(weights | joined, tmp_path / "joined" / "model.safetensors")
+    model = deltazoo.from_pretrained(tmp_path / "joined")
+    assert_same_bytes(model.state_dict(), deltazoo.from_pretrained(source).state_dict())
+    model.save_pretrained(tmp_path / "written")
+    assert_same_bytes(tensors(tmp_path / "written"), tensors(source))
+
+
 def test_the_hub_fields_of_kimi_linear_give_the_stack_of_those_of_transformers(tmp_path: Path) -> None:
     folders.write(tmp_path, "kimi_linear")
     expected = deltazoo.from_pretrained(tmp_path).spec

@@ -15,16 +15,16 @@ from deltazoo.mixers.mla import MLA
 
 LATENT_NORM_EPS = 1e-6  # a constant of the model, whatever rms_norm_eps is
 REQUIRED: dict[str, Any] = {
-    "attention_bias": False, "attention_dropout": 0.0, "mla_use_nope": True, "rope_scaling": None, "n_group": 1,
-    "num_expert_group": 1, "topk_group": 1, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid",
-    "num_nextn_predict_layers": 0,
+    "attention_bias": False, "attention_dropout": 0.0, "mla_use_nope": True, "rope_scaling": None,
+    "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0,
 }  # fmt: skip
+FULL, LINEAR = "full_attention", "linear_attention"
 HUB_FIELDS = ("head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers", "kda_layers")
 EXPERTS = parts.ExpertNames(expert=parts.MlpNames("w1", "w3", "w2"), shared="shared_experts")
 
 
 class KimiLinear(Family):
-    """Kimi Linear, with the field names of the hub and those of transformers; groups of experts are refused."""
+    """Kimi Linear, with the field names of the hub and those of transformers."""
 
     architecture: ClassVar[str] = "KimiLinearForCausalLM"
     aliases: ClassVar[dict[str, str]] = {r"\.block_sparse_moe\.(gate_proj|up_proj|down_proj)\.": r".mlp.\1."}
@@ -36,9 +36,9 @@ class KimiLinear(Family):
         heads, depth = config["num_attention_heads"], config["num_hidden_layers"]
         if (keys := config.get("num_key_value_heads", heads)) != heads:
             raise ConfigError(f"config.json: num_key_value_heads must be num_attention_heads = {heads}, got {keys}")
-        width = linear.get("head_dim") or config["linear_head_dim"]
+        width, expert = linear.get("head_dim") or config["linear_head_dim"], config["moe_intermediate_size"]
         mixers = {
-            "full_attention": MLA(
+            FULL: MLA(
                 heads=heads,
                 key_width=config["qk_nope_head_dim"],
                 value_width=config["v_head_dim"],
@@ -48,7 +48,7 @@ class KimiLinear(Family):
                 rotary_theta=None,
                 norm_eps=LATENT_NORM_EPS,
             ),
-            "linear_attention": KDA(
+            LINEAR: KDA(
                 heads=linear.get("num_heads") or config["linear_num_heads"],
                 key_width=width,
                 value_width=width,
@@ -56,7 +56,6 @@ class KimiLinear(Family):
                 norm_eps=config["rms_norm_eps"],
             ),
         }
-        expert = config["moe_intermediate_size"]
         sparse = MoE(
             experts=config.get("num_experts") or config["num_local_experts"],
             active=config.get("num_experts_per_token") or config["num_experts_per_tok"],
@@ -66,12 +65,13 @@ class KimiLinear(Family):
             normalize=config.get("moe_renormalize", True),
             scale=config.get("routed_scaling_factor", 1.0),
             shared_width=expert * config.get("num_shared_experts", 1),
+            groups=config.get("n_group", config.get("num_expert_group", 1)),
+            active_groups=config.get("topk_group", 1),
             balance=0.0,
         )
         mlps = {"dense": Dense(width=config["intermediate_size"]), "sparse": sparse}
         attends = linear.get("full_attn_layers") or [i + 1 for i in range(depth) if i and i % 4 == 0]  # counted from 1
-        default = ["full_attention" if i + 1 in attends else "linear_attention" for i in range(depth)]
-        kinds = config.get("layer_types", default)
+        kinds = config.get("layer_types") or [FULL if i + 1 in attends else LINEAR for i in range(depth)]
         first = config.get("first_k_dense_replace", 1)
         mlp_kinds = config.get("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(depth)]
         places = [*zip(kinds, mlp_kinds, strict=True)]
@@ -95,7 +95,7 @@ class KimiLinear(Family):
             "linear_num_heads": shape.heads,
             "linear_head_dim": shape.key_width,
             "linear_conv_kernel_dim": kda.conv_width,
-            "layer_types": ["full_attention" if type(x.mixers[0]) is MLA else "linear_attention" for x in layers],
+            "layer_types": [FULL if type(x.mixers[0]) is MLA else LINEAR for x in layers],
             "mlp_layer_types": ["sparse" if isinstance(x.mlp, MoE) else "dense" for x in layers],
             "intermediate_size": dense.hidden(spec.width),
             "moe_intermediate_size": sparse.width,
@@ -104,7 +104,7 @@ class KimiLinear(Family):
             "num_shared_experts": (sparse.shared_width or 0) // (sparse.width or 1),
             "moe_renormalize": sparse.normalize,
             "routed_scaling_factor": sparse.scale,
-        }
+        } | {"n_group": sparse.groups, "topk_group": sparse.active_groups}
 
     def rules(self, spec: ModelSpec) -> list[Rule]:
         return decoder.model_rules(spec, lambda layer: self._layer(layer, spec.width))

@@ -12,6 +12,8 @@ from deltazoo.blocks.model.moe import MoE
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 
+EXPERTS = parts.ExpertNames(joined=("experts.gate_up_proj", "experts.down_proj"))
+
 
 class Qwen35Text(Family):
     """The text model of Qwen3.5; multi-token prediction is dropped."""
@@ -47,7 +49,8 @@ def qwen35_layer(layer: LayerSpec, width: int) -> list[Rule]:
     """Rules of a layer, with a dense MLP or experts."""
     (mixer,), mlp = layer.mixers, layer.mlp
     assert isinstance(mlp, Dense | MoE)
-    rules = under("mlp.", "mlp.", parts.dense_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width))
+    branch = parts.dense_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width, EXPERTS)
+    rules = under("mlp.", "mlp.", branch)
     if isinstance(mixer, Attention):
         return rules + under("mixers.0.", "self_attn.", parts.attention(mixer, width))
     assert isinstance(mixer, GatedDeltaNet)

@@ -12,7 +12,10 @@ from deltazoo.blocks.model.moe import MoE
 
 
 class Qwen35MoeText(Family):
-    """The text model of Qwen3.5 with experts, one tensor per expert; multi-token prediction is dropped."""
+    """The text model of Qwen3.5 with experts; multi-token prediction is dropped.
+
+    Folders have a tensor for each expert, or one with all of them; they are written with a tensor for each.
+    """
 
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
     dropped: ClassVar[tuple[str, ...]] = Qwen35.dropped
