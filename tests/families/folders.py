@@ -127,6 +127,11 @@ MODELS = {
         SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}
         | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
     ),
+    "lfm2_moe": Model(
+        "Lfm2Moe", "Lfm2MoeConfig",
+        SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "routed_scaling_factor": 1.5},
+    ),
     "falcon_mamba": Model("FalconMamba", "FalconMambaConfig", SIZES | MAMBA | {"mixer_rms_eps": 1e-2}),
     "falcon_h1": Model(
         "FalconH1", "FalconH1Config",
@@ -190,7 +195,7 @@ def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
             if not key.endswith(("A_log", "dt_bias", "linear_attn.norm.weight", ".D")):
                 parameter.data = parameter.data.to(dtype)
         for key, buffer in theirs.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.rand_like(buffer))
     theirs.config.dtype = dtype
     theirs.save_pretrained(folder)
