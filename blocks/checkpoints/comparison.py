@@ -59,7 +59,9 @@ def compare(folder: str | Path, prompts: Tensor | None = None, tokens: int = 16)
     theirs = _their_model(folder)
     if prompts is None:
         prompts = torch.randint(ours.spec.vocab, (2, 32), generator=torch.Generator().manual_seed(0))
-    with _layer_outputs(ours.stack.layers) as hidden, _layer_outputs(theirs.base_model.layers) as their_hidden:
+    base = theirs.base_model
+    their_layers = base.layers if hasattr(base, "layers") else base.blocks  # xLSTM
+    with _layer_outputs(ours.stack.layers) as hidden, _layer_outputs(their_layers) as their_hidden:
         logits = ours(prompts)[0]
         expected = theirs(prompts, use_cache=False).logits
     greedy = ours.generate(prompts, Sampling(max_tokens=tokens, temperature=0))

@@ -127,6 +127,12 @@ MODELS = {
         SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}
         | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4},
     ),
+    "xlstm": Model(
+        "xLSTM", "xLSTMConfig",
+        SIZES | {"hidden_size": 64, "num_heads": 4, "norm_eps": 1e-6, "qk_dim_factor": 1.0, "v_dim_factor": 2.0}
+        | {"ffn_proj_factor": 1.3, "ffn_round_up_to_multiple_of": 9, "output_logit_soft_cap": 3.0}
+        | {"autocast_kernel_dtype": "float32", "chunk_size": 8},
+    ),
     "lfm2_moe": Model(
         "Lfm2Moe", "Lfm2MoeConfig",
         SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
