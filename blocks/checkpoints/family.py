@@ -29,7 +29,7 @@ _KEPT = (
 )  # fmt: skip
 _DESCRIPTIONS = (
     "architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
-    "tokenizer_class", "pretraining_tp",
+    "tokenizer_class", "pretraining_tp", "transformers.js_config",
 )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ class Fla(Family):
     """A family of flash-linear-attention: one kind of mixer, and softmax attention in the layers of `attn`."""
 
     ignored: ClassVar[tuple[str, ...]] = (
-        "attn_mode", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu", "use_l2warp",
+        "attn_mode", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu",
+        "share_conv_kernel", "use_l2warp",
     )  # fmt: skip
 
     @abstractmethod

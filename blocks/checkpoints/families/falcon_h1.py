@@ -19,8 +19,9 @@ class FalconH1(Family):
 
     architecture: ClassVar[str] = "FalconH1ForCausalLM"
     ignored: ClassVar[tuple[str, ...]] = (
-        "attn_layer_indices", "mamba_chunk_size", "mamba_use_mlp", "num_logits_to_keep", "residual_in_fp32",
-        "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
+        "attn_layer_indices", "mamba_chunk_size", "mamba_use_mlp", "mlp_expansion_factor", "num_logits_to_keep",
+        "residual_in_fp32", "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min",
+        "time_step_rank",
     )  # fmt: skip
 
     def stack(self, config: HubConfig) -> dict[str, Any]:

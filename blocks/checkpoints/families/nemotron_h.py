@@ -54,7 +54,9 @@ class NemotronH(Family):
         "mtp_hybrid_override_pattern", "mtp_layers_block_type", "n_shared_experts", "num_hidden_layers",
         "num_logits_to_keep", "num_nextn_predict_layers", "rescale_prenorm_residual", "residual_in_fp32",
         "rms_norm_eps", "sliding_window", "tie_word_embeddings", "time_step_floor", "time_step_limit",
-        "time_step_max", "time_step_rank", "use_mamba_kernels",
+        "time_step_max", "time_step_rank", "use_mamba_kernels", "norm_eps",
+        # of rotary embeddings, which the attention does not have
+        "partial_rotary_factor", "rope_parameters", "rope_scaling", "rope_theta",
     )  # fmt: skip
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class NemotronH(Family):
             "depth": len(kinds),
             "vocab": config["vocab_size"],
             "tied": False,
-            "norm_eps": config["layer_norm_epsilon"],
+            "norm_eps": config.get("layer_norm_epsilon", 1e-5),
             "pattern": " + ".join(kinds),
             "layers": {kind: layer for kind, layer in layers.items() if kind in kinds},
         }

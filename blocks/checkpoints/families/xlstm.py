@@ -28,8 +28,8 @@ class XLSTM(Family):
     # Kernels of transformers and of the package xlstm, and the dtypes in which they compute
     ignored: ClassVar[tuple[str, ...]] = (
         "autocast_kernel_dtype", "chunk_size", "chunkwise_kernel", "embedding_dim", "force_bos_token_insert",
-        "inference_state_dtype", "max_inference_chunksize", "mode", "norm_reduction_force_float32", "num_blocks",
-        "return_last_states", "sequence_kernel", "step_kernel",
+        "inference_state_dtype", "max_inference_chunksize", "mlstm_round_up_to_multiple_of", "mode",
+        "norm_reduction_force_float32", "num_blocks", "return_last_states", "sequence_kernel", "step_kernel",
     )  # fmt: skip
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
