@@ -12,12 +12,14 @@ from deltazoo.cli.terminal.threads import let_idle_threads_sleep
 
 
 def command(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder written by `deltazoo train`.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Checkpoint folder of `deltazoo train`, or folder of transformers.")
+    ],
     prompt: Annotated[str | None, typer.Option(show_default="def ", help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue, with its last line break; -: standard input.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of bytes to generate.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens (bytes without a tokenizer).")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely bytes.")] = None,
     top_p: Annotated[

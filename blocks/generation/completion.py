@@ -101,7 +101,7 @@ def generate(
     check_type("sampling", sampling, Sampling | None, "a Sampling or None")
     sampling = sampling or Sampling()
     if model.tokenizer is not None:
-        return complete(model, model.tokenizer, prompt, sampling, on_text, bool(compile))
+        return complete(model, model.tokenizer, prompt, sampling, on_text, compile)
     if not prompt:
         raise ConfigError("prompt must contain at least one character, got ''")
     if model.spec.vocab < BYTES:

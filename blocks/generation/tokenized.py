@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -10,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from deltazoo.backends.io.errors import ConfigError, count
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
 from deltazoo.blocks.data.tokenizer import Tokenizer
-from deltazoo.blocks.generation.generate import Decoder, stream
+from deltazoo.blocks.generation.generate import stream
+from deltazoo.blocks.generation.kept import borrowed_decoder
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel
 
@@ -53,13 +55,13 @@ def complete(
     prompt: str,
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
-    compile: bool = False,
+    compile: bool | None = None,
 ) -> TokenCompletion:
     """Continue a text by cached decoding until a token that ends texts, a stop text or the limit of tokens.
 
     Args:
         on_text: called with each piece of text as soon as it is generated.
-        compile: compile the decode step.
+        compile: compile the decode step; None: for texts long enough to repay it.
     Raises: ConfigError: the prompt has no tokens, or there is no tokenizer; InputError: the tokenizer is of another
         vocabulary.
     """
@@ -69,33 +71,33 @@ def complete(
     prompt_BT = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64, device=model.device)
     if not prompt_BT.numel():
         raise ConfigError(f"prompt must contain at least one token, got {prompt!r}")
-    decoder: TokenModel | Decoder = model
-    with sizes_in_memory_errors(max_tokens=sampling.max_tokens):
-        if compile:
-            decoder = Decoder(model, 1, prompt_BT.shape[1] + sampling.max_tokens, compile)
-        end = tuple(token for token in tokenizer.end if 0 <= token < model.spec.vocab)
-        columns = stream(decoder, prompt_BT, sampling.model_copy(update={"stop": end}))
+    limit, end = sampling.max_tokens, tuple(token for token in tokenizer.end if 0 <= token < model.spec.vocab)
     decode, text, tokens, stop = tokenizer.decode_stream(), "", 0, None
     reason: Literal["end", "stop", "max_tokens"] = "max_tokens"
-    start = first = time.perf_counter()
-    for column in columns:
-        token, tokens = int(column), tokens + 1
-        if tokens == 1:
-            first = time.perf_counter()
-        if token in end:
-            reason = "end"
-            break
-        piece = decode(token)
-        ends = {at + len(entry): entry for entry in texts if (at := (text + piece).find(entry)) >= 0}
-        if ends:
-            reason, stop = "stop", ends[min(ends)]
-            piece = piece[: min(ends) - len(text)]
-        text += piece
-        if on_text is not None and piece:
-            on_text(piece)
-        if stop is not None:
-            break
-    decode_s = time.perf_counter() - first
+    with ExitStack() as stack:
+        with sizes_in_memory_errors(max_tokens=limit):
+            lent = stack.enter_context(borrowed_decoder(model, 1, prompt_BT.shape[1] + limit, limit, compile))
+        start = first = time.perf_counter()
+        columns = stream(lent.decoder, prompt_BT, sampling.model_copy(update={"stop": end}))
+        for column in columns:
+            token, tokens = int(column), tokens + 1
+            if tokens == 1:
+                first = time.perf_counter()
+            if token in end:
+                reason = "end"
+                break
+            piece = decode(token)
+            ends = {at + len(entry): entry for entry in texts if (at := (text + piece).find(entry)) >= 0}
+            if ends:
+                reason, stop = "stop", ends[min(ends)]
+                piece = piece[: min(ends) - len(text)]
+            text += piece
+            if on_text is not None and piece:
+                on_text(piece)
+            if stop is not None:
+                break
+        decode_s = time.perf_counter() - first
+        del columns  # its cleanup needs the decoder
     return TokenCompletion(
         prompt=prompt,
         text=text,
