@@ -8,7 +8,7 @@ recording repeats (replay.py).
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from triton import knobs
@@ -20,7 +20,7 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 
 CACHED_LAUNCH = True
-Operand = Tensor | TensorDescriptor | None
+Operand: TypeAlias = Tensor | TensorDescriptor | None
 _OPTIONS = Options()
 _compiled: dict[Hashable, Any] = {}
 _ALIGNMENT = 16  # bytes; Triton compiles another kernel for other pointers

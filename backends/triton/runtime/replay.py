@@ -197,12 +197,13 @@ class Program:
 
 def _selector(indices: Sequence[int | list[int]]) -> Callable[[list[Any]], tuple[Any, ...]]:
     """Return a function from a list to the tuple of its elements at these indices; for a list of indices, a tuple."""
-    if any(isinstance(x, list) for x in indices):
-        parts = [_selector(x) if isinstance(x, list) else itemgetter(x) for x in indices]
+    if len(indices) > 1 and not any(isinstance(x, list) for x in indices):
+        return itemgetter(*indices)
+    parts = [_selector(x) if isinstance(x, list) else itemgetter(x) for x in indices]
+    if len(parts) == 1:  # a tuple of one element costs less than that of a loop
         first = parts[0]
-        return (lambda x: (first(x),)) if len(parts) == 1 else lambda x: tuple([part(x) for part in parts])
-    # `itemgetter` of a single index returns the element, not a tuple
-    return itemgetter(*indices) if len(indices) > 1 else lambda pointers: tuple(pointers[i] for i in indices)
+        return lambda x: (first(x),)
+    return lambda x: tuple([part(x) for part in parts])
 
 
 class _Entry:
