@@ -96,7 +96,7 @@ def test_the_neural_memory_and_its_gradients(case, widths, size, dtype, strong):
         return [o, *state]
 
     kernels = {"neural_memory_kernel": 1, "neural_memory_backward_kernel": 1}
-    check(x, run, dtype, kernels)
+    check(x, run, dtype, kernels | {"memory_gates_kernel": 2, "memory_gates_backward_kernel": 1})
 
 
 @needs_triton

@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.ops.fast_weights.neural_memory_chunks import MemoryGradients, MemoryOperands
+from deltazoo.backends.ops.fast_weights.neural_memory_chunks import (
+    MemoryGradients,
+    MemoryOperands,
+    checkpoint_slots,
+)
 from deltazoo.backends.ops.fast_weights.ttt_linear_chunks import TTTGradients, TTTOperands, TTTResult, TTTState
 from deltazoo.backends.triton import problem as problems
-from deltazoo.backends.triton.fast_weights.kernels.gates import MemoryTraits
+from deltazoo.backends.triton.fast_weights.kernels.gates import (
+    MemoryTraits,
+    memory_gates_backward_kernel,
+    memory_gates_kernel,
+)
 from deltazoo.backends.triton.fast_weights.kernels.neural_memory import neural_memory_kernel
 from deltazoo.backends.triton.fast_weights.kernels.neural_memory_backward import neural_memory_backward_kernel
 from deltazoo.backends.triton.fast_weights.kernels.step import neural_memory_step_kernel, ttt_linear_step_kernel
@@ -28,6 +36,8 @@ from deltazoo.backends.triton.tiles import power_of_two
 TTT_FORWARD, TTT_BACKWARD = Options(warps=4), Options(warps=8)
 MEMORY_FORWARD, MEMORY_BACKWARD = Options(warps=8), Options(warps=8)
 STEP = Options(warps=4)
+GATES = Options(warps=1)
+_GATE_PARTS = 16  # programs that share the chunks of a sequence and head
 _MIN_TILE = 16  # of a product
 
 
@@ -66,10 +76,12 @@ def memory_forward(
 ) -> None:
     """Compute o, the new state and the checkpoints, if any. The state may be that of x."""
     results = _layers(("new_M", "new_P", "new_S"), state, len(x.first))
-    tensors = _memory_operands(x) | results | {"o": o, "checkpoints": checkpoints}
+    coefficients = _coefficients(x, size)
+    tensors = _memory_operands(x) | results | {"o": o, "coefficients": coefficients, "checkpoints": checkpoints}
     slots = 0 if checkpoints is None else checkpoints.shape[0]
+    numbers = {"slots": slots, "chunk_slots": coefficients.shape[0]}
     _launch_memory(
-        neural_memory_kernel, x, tensors, size, segment=segment if slots else 0, numbers={"slots": slots},
+        neural_memory_kernel, x, tensors, size, segment=segment if slots else 0, numbers=numbers,
         options=MEMORY_FORWARD,
     )  # fmt: skip
 
@@ -88,13 +100,32 @@ def memory_backward(
     programs = min(items, problems.device_spec(device_of(x.q).index).processors)
     scratch = checkpoints.new_empty(programs, segment, *checkpoints.shape[2:])
     tensors = _memory_operands(x) | _layers(("d_M", "d_P", "d_S"), out.start, len(x.first))
+    coefficients = _coefficients(x, size)
+    d_coefficients = torch.empty_like(coefficients)
     tensors |= {"checkpoints": checkpoints, "d_o": d_o, "scratch": scratch}
+    tensors |= {"coefficients": coefficients, "d_coefficients": d_coefficients}
     tensors |= {f"d_{name}": getattr(out, name) for name in MemoryGradients._fields[:6]}
-    numbers = {"slots": checkpoints.shape[0], "items": items}
+    numbers = {"slots": checkpoints.shape[0], "chunk_slots": coefficients.shape[0], "items": items}
     _launch_memory(
         neural_memory_backward_kernel, x, tensors, size, segment=segment, numbers=numbers, options=MEMORY_BACKWARD,
         programs=programs,
     )  # fmt: skip
+    _launch_gates(memory_gates_backward_kernel, x, tensors, size, coefficients.shape[0])
+
+
+def _coefficients(x: MemoryOperands, size: int) -> Tensor:
+    """Compute the coefficients of all chunks, [slots, H, M + 5, M] with M rounded up to a tile."""
+    (B, T, H), N, M = x.eta.shape, x.spans.shape[0], _tile(size)
+    coefficients = x.eta.new_empty(checkpoint_slots(B * T, N, size, 1), H, M + 5, M)
+    tensors = _memory_operands(x) | {"coefficients": coefficients}
+    _launch_gates(memory_gates_kernel, x, tensors, size, coefficients.shape[0])
+    return coefficients
+
+
+def _launch_gates(kernel: Any, x: MemoryOperands, tensors: dict[str, Tensor | None], size: int, slots: int) -> None:
+    programs = x.spans.shape[0] * x.q.shape[2] * _GATE_PARTS
+    numbers = {"slots": slots, "parts": _GATE_PARTS}
+    _launch_memory(kernel, x, tensors, size, segment=0, numbers=numbers, options=GATES, programs=programs)
 
 
 def _memory_operands(x: MemoryOperands) -> dict[str, Tensor | None]:

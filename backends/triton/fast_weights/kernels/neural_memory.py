@@ -75,15 +75,16 @@ def checkpoint_index(start, n, i, h, j, slots, traits: tl.constexpr):
     return (slot * traits.H + h) * (2 * traits.DEPTH) + j
 
 
-@triton.jit(do_not_specialize=["rows", "slots"])
+@triton.jit(do_not_specialize=["rows", "slots", "chunk_slots"])
 def neural_memory_kernel(
-    q, k, v, eta, theta, alpha, first1, first2, M1, M2, P1, P2, S1, S2, spans, o, new_M1, new_M2, new_P1, new_P2,
-    new_S1, new_S2, checkpoints, rows, slots, traits: tl.constexpr,
+    q, k, v, first1, first2, M1, M2, P1, P2, S1, S2, spans, o, new_M1, new_M2, new_P1, new_P2,
+    new_S1, new_S2, coefficients, checkpoints, rows, slots, chunk_slots, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs and the new state.
 
     Grid: N H. Reads and writes what `MemoryOperands` lists; M, P (M' there) and S of the layers 1 and 2, None for a
-    missing one. The state may be updated in place. checkpoints: [slots, H, 2 DEPTH, E F], or None.
+    missing one. The state may be updated in place. coefficients: [chunk_slots, H, M + 5, M] of gates.py. checkpoints:
+    [slots, H, 2 DEPTH, E F], or None.
     """
     H: tl.constexpr = traits.H
     E: tl.constexpr = traits.E
@@ -123,6 +124,9 @@ def neural_memory_kernel(
         next_q = load_tokens(q, next_row, next_present, h, H, E, BLOCK_E)
         next_k = load_tokens(k, next_row, next_present, h, H, E, BLOCK_E)
         next_v = load_tokens(v, next_row, next_present, h, H, E, BLOCK_E)
+        weights, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
+            coefficients, start, n, i, h, chunk_slots, traits
+        )
         if traits.SEGMENT > 0:
             if i % traits.SEGMENT == 0:
                 at = checkpoint_index(start, n, i, h, 0, slots, traits)
@@ -148,10 +152,6 @@ def neural_memory_kernel(
                 if not begins:
                     P2_tile = load_layer(first2, P2, fresh, index, h, F, E, BLOCK_F, BLOCK_E, HAS_STATE)
             inner, error, Y1 = gradients_of_pair(k_tile, v_tile, P1_tile, P2_tile, PRECISION)
-        theta_row, E_ts, A_ts, C, E0, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
-            eta, theta, alpha, row, present, h, H, BLOCK_M
-        )
-        weights = C * theta_row[None, :]
         scores = product(q_tile, tl.trans(k_tile), PRECISION)
         o_tile = read(q_tile, scores, weights, Y1, M1_tile, S1_tile, A0, B, PRECISION)
         M1_tile, S1_tile = advance(k_tile, Y1, M1_tile, S1_tile, e, c, eta_end, a_end, b_end, PRECISION)

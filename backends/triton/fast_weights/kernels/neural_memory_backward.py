@@ -11,7 +11,7 @@ N sequences, H heads, M tokens per chunk, E head width, F inner width; rows: of 
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.fast_weights.kernels.gates import coefficients_gradient, load_coefficients, load_gate
+from deltazoo.backends.triton.fast_weights.kernels.gates import load_coefficients, store_gradients
 from deltazoo.backends.triton.fast_weights.kernels.neural_memory import (
     advance,
     checkpoint_index,
@@ -103,18 +103,18 @@ def update_gradient(
         store_matrix(dP, tl.where(begins, 0.0, P_sum), index, R, C, BLOCK_R, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=["rows", "slots", "items"])
+@triton.jit(do_not_specialize=["rows", "slots", "chunk_slots", "items"])
 def neural_memory_backward_kernel(
-    q, k, v, eta, theta, alpha, d_o, first1, first2, P1, P2, spans, checkpoints, scratch, d_q, d_k, d_v, d_eta, d_theta,
-    d_alpha, d_M1, d_M2, d_P1, d_P2, d_S1, d_S2, rows, slots, items, traits: tl.constexpr,
+    q, k, v, d_o, first1, first2, P1, P2, spans, coefficients, checkpoints, scratch, d_q, d_k, d_v, d_coefficients,
+    d_M1, d_M2, d_P1, d_P2, d_S1, d_S2, rows, slots, chunk_slots, items, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients.
 
     Grid: any number of programs; program i processes the sequences and heads i, i + programs, ... of N H.
 
-    Reads the operands, d_o, and the checkpoints [slots, H, 2 DEPTH, E F]. Writes the gradients of the operands with a
-    time axis. d_M1 to d_S2, [N, H, ..]: the gradients of the new state, which become those of the state before the
-    first token. scratch: [programs, SEGMENT, 2 DEPTH, E F] float32.
+    Reads the operands, d_o, the coefficients [chunk_slots, H, M + 5, M], and the checkpoints [slots, H, 2 DEPTH, E F].
+    Writes the gradients of q, k, v and of the coefficients. d_M1 to d_S2, [N, H, ..]: the gradients of the new state,
+    which become those of the state before the first token. scratch: [programs, SEGMENT, 2 DEPTH, E F] float32.
     """
     H: tl.constexpr = traits.H
     E: tl.constexpr = traits.E
@@ -127,8 +127,6 @@ def neural_memory_backward_kernel(
     HAS_STATE: tl.constexpr = traits.HAS_STATE
     SEGMENT: tl.constexpr = traits.SEGMENT
     PRECISION: tl.constexpr = traits.PRECISION
-    m = tl.arange(0, BLOCK_M)
-    is_end = m == BLOCK_M - 1
     scratch_matrix = tl.program_id(0) * (SEGMENT * 2 * DEPTH)
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
         n = index // H
@@ -155,8 +153,8 @@ def neural_memory_backward_kernel(
                 row, present = chunk_rows(start, tokens, place, i, rows, M, BLOCK_M)
                 k_tile = load_tokens(k, row, present, h, H, E, BLOCK_E).to(tl.float32)
                 v_tile = load_tokens(v, row, present, h, H, E, BLOCK_E).to(tl.float32)
-                theta_row, E_ts, A_ts, C, E0, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
-                    eta, theta, alpha, row, present, h, H, BLOCK_M
+                weights, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
+                    coefficients, start, n, i, h, chunk_slots, traits
                 )
                 P1_tile = load_memory(
                     scratch, saved, first1, P1, begins, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE
@@ -188,10 +186,9 @@ def neural_memory_backward_kernel(
                 k_tile = load_tokens(k, row, present, h, H, E, BLOCK_E).to(tl.float32)
                 v_tile = load_tokens(v, row, present, h, H, E, BLOCK_E).to(tl.float32)
                 do = load_tokens(d_o, row, present, h, H, E, BLOCK_E).to(tl.float32)
-                theta_row, E_ts, A_ts, C, E0, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
-                    eta, theta, alpha, row, present, h, H, BLOCK_M
+                weights, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
+                    coefficients, start, n, i, h, chunk_slots, traits
                 )
-                weights = C * theta_row[None, :]
                 P1_tile = load_memory(
                     scratch, saved, first1, P1, begins, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE
                 )
@@ -238,23 +235,10 @@ def neural_memory_backward_kernel(
                     dA_end += dA_end_2
                     dB_end += dB_end_2
                     dE_end += dE_end_2
-                theta_row, E_ts, A_ts, C, E0, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
-                    eta, theta, alpha, row, present, h, H, BLOCK_M
-                )
-                dC += tl.where(is_end[:, None], dC_row[None, :], 0.0)
-                dA += tl.where(is_end, dA_end, 0.0)
-                dB += tl.where(is_end, dB_end, 0.0)
-                row_before, present_before = chunk_rows(start, tokens, place + 1, i, rows, M, BLOCK_M)
-                present_before = present_before & (m > 0)
-                eta_before = load_gate(eta, row_before, present_before, h, 1.0, H)
-                a_before = 1.0 - load_gate(alpha, row_before, present_before, h, 0.0, H)
-                deta, dtheta, da = coefficients_gradient(
-                    dC, dA, dB, dE_row, dE_end, eta_before, a_before, theta_row, present.to(tl.float32), E_ts, A_ts, C,
-                    E0, BLOCK_M,
+                store_gradients(
+                    d_coefficients, start, n, i, h, chunk_slots, dC, dA, dB, dC_row, dE_row, dA_end, dB_end, dE_end,
+                    traits,
                 )  # fmt: skip
-                tl.store(d_eta + row * H + h, deta, mask=present)
-                tl.store(d_theta + row * H + h, dtheta, mask=present)
-                tl.store(d_alpha + row * H + h, -da, mask=present)
                 is_last = i == count - 1
                 if DEPTH == 1:
                     d_error = 2.0 * dY1
