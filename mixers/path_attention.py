@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.householder_attention import HouseholderInputs, householder_attention
 from deltazoo.backends.ops.path_attention import (
+    PathCache,
     PathInputs,
     PathPast,
     PathToken,
@@ -19,8 +20,10 @@ from deltazoo.backends.ops.path_attention import (
     path_decode_,
     path_prefill,
     refusals,
+    settled_keys,
 )
 from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
@@ -45,6 +48,9 @@ from deltazoo.mixers.parts.gates.forget_gates import (
 from deltazoo.mixers.parts.norms import RMSNorm
 
 KERNEL = "PaTH attention"  # in the records of `watch`
+
+
+PENDING = 8  # C; more save fewer bytes than they cost in products
 
 
 class PathAttention(AttentionHeadsConfig, FilterConfig):
@@ -115,12 +121,13 @@ class PathAttentionMixer(TokenCacheMixer):
     """Module of `PathAttention`.
 
     Softmax, gates and the matrices are in float32 (float64 in float64). Decoding multiplies every cached key by the new
-    H_t.
+    H_t; on a GPU by the last C = 8 of them, after every C-th token.
 
     Initialisation: linear maps and the convolution as in torch, biases of beta and of the forget gate 0, norms 1.
     State: "conv", the last inputs of the convolution; "k" [B, S, G, E + X] float32, keys multiplied by the matrices of
-    all later tokens, with the X channels of `gate_channels` if there is a forget gate; "v" [B, S, G, E]; "seen" [B];
-    with a forget gate "log_forget" [B, H], the sum over the sequence so far.
+    all later tokens but the pending ones, with the X channels of `gate_channels` if there is a forget gate; "v"
+    [B, S, G, E]; "moves" [B, C, G, 2, E + X], w and beta w of the last "pending" [B] tokens; "seen" [B]; with a forget
+    gate "log_forget" [B, H], the sum over the sequence so far.
     Source: the authors' code in fla, which multiplies log f by the scale.
     """
 
@@ -156,6 +163,9 @@ class PathAttentionMixer(TokenCacheMixer):
 
     def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
         state = super().initial_state(batch, capacity, like)
+        sizes = (batch, PENDING, self.key_value_heads, 2, self.head_width + self.channels)
+        state["moves"] = like.new_zeros(sizes, dtype=state_dtype(like.dtype))
+        state["pending"] = like.new_zeros(batch, dtype=torch.int64)
         if self.forget is not None:
             state["log_forget"] = like.new_zeros(batch, self.heads, dtype=state_dtype(like.dtype))
         return state
@@ -165,6 +175,8 @@ class PathAttentionMixer(TokenCacheMixer):
             self.check_cache(state, x, context)
         operands = self._operands(x, state, new, context)
         with without_autocast(x):
+            if state is not None and (context.cu_seqlens is not None or self._decode_refusals(operands.q)):
+                state = self._settled(state, new)
             if state is None and runs_by_kernel(KERNEL, refusals(operands.q, operands.v)):
                 o = self._attend_by_kernels(operands, context)
             elif state is not None and self._prefills_by_kernels(operands, context):
@@ -205,6 +217,27 @@ class PathAttentionMixer(TokenCacheMixer):
             return False
         without_gradients = ["it has no gradients with a cache."] if torch.is_grad_enabled() else []
         return runs_by_kernel(KERNEL, without_gradients or refusals(operands.q, operands.v))
+
+    def _decode_refusals(self, q: Tensor) -> list[str]:
+        """Return why the decode kernel does not run."""
+        if q.shape[1] > 1:
+            return ["it takes one token."]
+        return ["it has no gradients with a cache."] if torch.is_grad_enabled() else kernel_refusals(q)
+
+    def _settled(self, state: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state whose keys are multiplied by the matrices of all later tokens, and none is pending."""
+        cache, new["moves"] = PathCache(*(state[name] for name in PathCache._fields)), state["moves"]
+        if (
+            cache.k.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not functorch_is_active()
+            and not cache.pending.any()
+        ):
+            new["pending"] = cache.pending
+            return state
+        keys = write_back(cache.k, settled_keys(cache))
+        new["pending"] = write_back(cache.pending, torch.zeros_like(cache.pending))
+        return state | {"k": keys}
 
     def _prefill_by_kernels(
         self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
@@ -249,11 +282,13 @@ class PathAttentionMixer(TokenCacheMixer):
     ) -> Tensor:
         q, k, v, w, beta = operands
         (S, T), seen = (state["k"].shape[1], q.shape[1]), state["seen"]
-        without_gradients = ["it has no gradients with a cache."] if torch.is_grad_enabled() else []
-        if T == 1 and runs_by_kernel("PaTH decode", without_gradients or kernel_refusals(q)):
+        if T == 1 and runs_by_kernel("PaTH decode", self._decode_refusals(q)):
             real = None if context.mask is None else context.mask[:, 0]
-            o = path_decode_(PathToken(*operands, real), state["k"], state["v"], seen, self.scale)
-            new.update(k=state["k"], v=state["v"], seen=seen.add_(token_counts(q, context)))
+            cache = PathCache(*(state[name] for name in PathCache._fields))
+            o = path_decode_(PathToken(*operands, real), cache, self.scale)
+            count = token_counts(q, context)
+            pending = cache.pending.copy_((cache.pending + count) % PENDING)
+            new.update(cache._asdict() | {"pending": pending, "seen": seen.add_(count)})
             return o
         if T == 1:
             position_BT = seen[:, None].clone()

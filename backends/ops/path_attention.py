@@ -11,12 +11,13 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 from deltazoo.backends.triton.attention import path_op as kernels
-from deltazoo.backends.triton.attention.path_decode_op import PathToken, path_decode_
+from deltazoo.backends.triton.attention.path_decode_op import PathCache, PathToken, path_decode_, settled_keys
 from deltazoo.backends.triton.attention.path_op import PathOperands as PathInputs
 from deltazoo.backends.triton.attention.path_op import PathPast, path_prefill
 from deltazoo.backends.triton.limits import kernel_refusals
 
 __all__ = [
+    "PathCache",
     "PathInputs",
     "PathPast",
     "PathToken",
@@ -25,6 +26,7 @@ __all__ = [
     "path_prefill",
     "refusals",
     "runs_flash_kernels",
+    "settled_keys",
 ]
 
 

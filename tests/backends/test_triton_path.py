@@ -15,6 +15,7 @@ from triton_cases import CAN_RUN_KERNELS, DEVICE, INTERPRETED, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import path_attention as module
 from deltazoo.backends.ops.path_attention import (
+    PathCache,
     PathInputs,
     PathPast,
     PathToken,
@@ -22,11 +23,13 @@ from deltazoo.backends.ops.path_attention import (
     path_decode_,
     path_prefill,
     refusals,
+    settled_keys,
 )
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import limits
 from deltazoo.backends.triton.attention import path_decode_op, path_op
 from deltazoo.mixers import PathAttention
+from deltazoo.mixers import path_attention as mixer_module
 from deltazoo.mixers.core.mixer import Context
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}  # o: half of it; gates: twice
@@ -225,14 +228,15 @@ def test_prefill_continues_from_cached_keys(case):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("case", "splits"),
+    ("case", "splits", "most"),
     [
-        pytest.param(Case(3, 1, 4, 2, 12, 20), 4, marks=pytest.mark.kernel_smoke),
-        (Case(2, 1, 1, 1, 16, 16), 1),
-        (Case(2, 1, 3, 1, 24, 16), 2),
+        pytest.param(Case(3, 4, 4, 2, 12, 20), 4, 3, marks=pytest.mark.kernel_smoke),
+        (Case(2, 2, 1, 1, 16, 16), 1, 1),
+        (Case(2, 4, 3, 1, 24, 16), 2, 4),
     ],
 )
-def test_decode_updates_the_cache_in_place(case, splits, monkeypatch):
+def test_decoded_tokens_update_the_cache_in_place(case, splits, most, monkeypatch):
+    """most: matrices of so many tokens update the cached keys together. The third row has a token every other time."""
     monkeypatch.setattr(path_decode_op, "_MIN_SLOTS", 16)
     device = path_decode_op.device_spec(None if INTERPRETED else 0)
     device = device._replace(processors=splits * case.B * case.G)
@@ -242,25 +246,33 @@ def test_decode_updates_the_cache_in_place(case, splits, monkeypatch):
     B, S, generator = case.B, 70, torch.Generator().manual_seed(2)
     k = torch.randn(B, S, case.G, case.D, generator=generator).to(DEVICE)
     v = torch.randn(B, S, case.G, case.V, generator=generator).to(DEVICE)
-    seen = torch.tensor([S - 1, 0, 5], device=DEVICE)[:B]
-    real = torch.tensor([True, True, False], device=DEVICE)[:B]
-    before = k.clone(), v.clone()
-    with watch() as log:
-        o = path_decode_(PathToken(*x, real), k, v, seen, SCALE)
-    assert log.kernels == {"path_decode_kernel": 1} | ({"path_combine_kernel": 1} if splits > 1 else {})
+    seen = torch.tensor([S - case.T, 0, 5], device=DEVICE)[:B]
+    before = k.clone(), v.clone(), seen.clone()
+    pending = torch.zeros_like(seen)
+    cache = PathCache(k, v, torch.zeros(B, most, case.G, 2, case.D, device=DEVICE), pending, seen)
+    steps = []
+    for t in range(case.T):
+        real = torch.tensor([True, True, t % 2 == 1], device=DEVICE)[:B]
+        with watch() as log:
+            steps.append(path_decode_(PathToken(*(y[:, t : t + 1].contiguous() for y in x), real), cache, SCALE))
+        assert log.kernels == {"path_decode_kernel": 1} | ({"path_combine_kernel": 1} if splits > 1 else {})
+        seen += real
+        pending.copy_((pending + real) % most)
+    o, settled = torch.cat(steps, 1), settled_keys(cache)
+    assert most > 1 or torch.equal(settled, k)
     for b in range(B):
-        m, n = int(seen[b]), int(real[b])
-        tokens = [y[b].double() for y in x]
-        past = Past(
-            before[0][b, :m].double(), before[1][b, :m].double(), torch.zeros(m, case.H, device=DEVICE).double()
-        )
-        expected, keys = attend(tokens, past)
-        assert error_of(k[b, : m + n], keys[: m + n]) < 1e-6
-        assert torch.equal(k[b, m + n :], before[0][b, m + n :])
-        assert torch.equal(v[b, m + n :], before[1][b, m + n :])
-        if n:
-            assert error_of(o[b], expected) < 1e-5
-            assert torch.equal(v[b, m], x[2][b, 0])
+        m, tokens = int(before[2][b]), slice(1 if b == 2 else 0, None, 2 if b == 2 else 1)
+        zero = torch.zeros(m, case.H, device=DEVICE).double()
+        past = Past(before[0][b, :m].double(), before[1][b, :m].double(), zero)
+        expected, keys = attend([y[b, tokens].double() for y in x], past)
+        n = len(keys)
+        assert n == int(seen[b])
+        assert error_of(o[b, tokens], expected) < 1e-5
+        assert error_of(settled[b, :n], keys) < 1e-6
+        assert torch.equal(k[b, n:], before[0][b, n:])
+        assert torch.equal(v[b, :m], before[1][b, :m])
+        assert torch.equal(v[b, m:n], x[2][b, tokens])
+        assert torch.equal(v[b, n:], before[1][b, n:])
 
 
 GATES = "gates, grouped heads"
@@ -280,11 +292,13 @@ def run_mixer(mixer: torch.nn.Module, x: Tensor, context: Context | None, rows: 
     results = [y.detach(), leaf.grad, *(parameter.grad.clone() for parameter in mixer.parameters())]
     with torch.no_grad():
         state = mixer.init_state(rows, 200)
-        for tokens, packing in [(x, context)] * 2 + [(x[:1, :1].expand(rows, -1, -1).contiguous(), None)] * 3:
+        token = (x[:1, :1].expand(rows, -1, -1).contiguous(), None)
+        for tokens, packing in [(x, context), *[token] * 4, (x, context), *[token] * 3]:
             y, state = mixer(tokens, state, packing)[:2]
             results.append(y * mask[..., None] if packing is not None else y)
     in_use = (torch.arange(200, device=x.device) < state["seen"][:, None])[..., None, None]
-    return [*results, state["k"] * in_use, state["v"] * in_use]
+    cache = PathCache(*(state[name] for name in PathCache._fields))
+    return [*results, settled_keys(cache) * in_use, state["v"] * in_use]
 
 
 @needs_triton
@@ -292,6 +306,7 @@ def run_mixer(mixer: torch.nn.Module, x: Tensor, context: Context | None, rows: 
     ("name", "layout"), [("default", "dense"), ("default", "pack"), (GATES, "pack"), (GATES, "mask")]
 )
 def test_a_mixer_computes_the_same_with_and_without_the_kernels(name, layout, monkeypatch):
+    monkeypatch.setattr(mixer_module, "PENDING", 3)
     torch.manual_seed(0)
     mixer = MIXERS[name].build(32).to(DEVICE)
     x = torch.randn(2 if layout != "pack" else 1, 80, 32).to(DEVICE)
@@ -305,7 +320,7 @@ def test_a_mixer_computes_the_same_with_and_without_the_kernels(name, layout, mo
             monkeypatch.setattr(of, name, lambda *_, allowed=allowed: allowed)
         with watch() as log:
             results.append(run_mixer(mixer, x, context, 3 if layout == "pack" else 2))
-        launched = {"path_attention_kernel": 3, "path_past_kernel": 2, "path_decode_kernel": 3}
+        launched = {"path_attention_kernel": 3, "path_past_kernel": 2, "path_decode_kernel": 7}
         assert launched.items() <= log.kernels.items() if allowed else not log.kernels.keys() & launched
     for actual, expected in zip(*results, strict=True):
         assert error_of(actual, expected.double()) < 1e-5

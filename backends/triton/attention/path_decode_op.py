@@ -1,6 +1,6 @@
 """Operator and launch of a decode step of PaTH attention. Triton is imported when a kernel first runs.
 
-B batch, S slots, H query heads, G key-value heads, D key width, V value width
+C at most so many matrices are pending, B batch, S slots, H query heads, G key-value heads, D key width, V value width
 """
 
 from typing import Any, NamedTuple
@@ -34,13 +34,49 @@ class PathToken(NamedTuple):
     real: Tensor | None
 
 
-def path_decode_(x: PathToken, cache_k: Tensor, cache_v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Multiply the cached keys by the token's matrix, append the token in place, and attend. No gradients.
+class PathCache(NamedTuple):
+    """The tokens so far.
 
-    Args: cache_k: [B, S, G, D]; cache_v: [B, S, G, V]; seen: [B] int64, the slots in use, which does not change.
+    Args:
+        k: [B, S, G, D], multiplied by the matrices of all later tokens that are not pending. v: [B, S, G, V].
+        moves: [B, C, G, 2, D] float32, w and beta w of the pending tokens, which are the last ones.
+        pending: [B] int64, their number, below C. seen: [B] int64, the slots in use.
+    """
+
+    k: Tensor
+    v: Tensor
+    moves: Tensor
+    pending: Tensor
+    seen: Tensor
+
+
+def path_decode_(x: PathToken, cache: PathCache, scale: float) -> Tensor:
+    """Append the token to the cache in place, and attend. No gradients.
+
+    The token's matrix is then pending, or with C of them all keys have been multiplied. `pending` and `seen` do not
+    change.
+
     Returns: [B, 1, H, V], in the dtype of v.
     """
-    return _decode_op(*x, cache_k, cache_v, seen, scale)
+    return _decode_op(*x, *cache, scale)
+
+
+def settled_keys(cache: PathCache) -> Tensor:
+    """Return the keys multiplied by the pending matrices, [B, S, G, D]; differentiable.
+
+    k_s - sum over pending j of a_sj beta_j w_j with a_sj = k_s . w_j - sum over pending i < j of a_si beta_i w_i . w_j,
+    and a_sj = 0 unless token j is later than s.
+    """
+    k, _, moves, pending, seen = cache
+    j = torch.arange(moves.shape[1], device=k.device)
+    is_pending = j < pending[:, None]
+    w, erase = (moves * is_pending[:, :, None, None, None]).to(k.dtype).unbind(3)
+    first = (seen - pending)[:, None, None]
+    later = torch.arange(k.shape[1], device=k.device)[:, None] < first + j
+    reads = torch.einsum("bsgd,bcgd->bgsc", k, w) * later[:, None]
+    upper = torch.einsum("bigd,bjgd->bgij", erase, w).triu(1) + torch.eye(len(j), device=k.device, dtype=k.dtype)
+    a = torch.linalg.solve_triangular(upper, reads, upper=True, left=False, unitriangular=True)
+    return k - torch.einsum("bgsc,bcgd->bsgd", a, erase)
 
 
 def _decode(*arguments: Any) -> Tensor:
@@ -52,19 +88,19 @@ def _decode(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     x = PathToken(*arguments[: len(PathToken._fields)])
-    cache_k, cache_v, seen, scale = arguments[len(x) :]
-    (B, _, H, D), (G, V), S = x.q.shape, x.v.shape[2:], cache_k.shape[1]
-    keys, values = cache_k.contiguous(), cache_v.contiguous()
+    cache, scale = PathCache(*arguments[len(x) : -1]), arguments[-1]
+    (B, _, H, D), (G, V), S = x.q.shape, x.v.shape[2:], cache.k.shape[1]
+    keys, values, moves = cache.k.contiguous(), cache.v.contiguous(), cache.moves.contiguous()
     o = x.v.new_empty(B, 1, H, V)
     BR, BD, BV = power_of_two(H // G), max(16, power_of_two(D)), max(16, power_of_two(V))
     BS = max(16, min(64, _NUMBERS // (BR * BD)))
     processors = device_spec(device_of(x.q).index).processors
     splits = power_of_two(max(1, min(_PROGRAMS_PER_SM * processors // max(B * G, 1), cdiv(S, _MIN_SLOTS))))
     partial = None if splits == 1 else o.new_empty(B, H, splits, V + 2, dtype=torch.float32)
-    names = x._asdict() | {"seen": seen}
+    names = x._asdict() | {"seen": cache.seen, "pending": cache.pending}
     tensors = {name: None if y is None else y.contiguous() for name, y in names.items()}
-    tensors |= {"cache_k": keys, "cache_v": values, "o": o, "partial": partial}
-    traits = DecodeTraits(H, G, D, V, BR, BD, BV, BS, scale)
+    tensors |= {"cache_k": keys, "cache_v": values, "moves": moves, "o": o, "partial": partial}
+    traits = DecodeTraits(H, G, D, V, BR, BD, BV, BS, moves.shape[1], scale)
     with torch.cuda.device_of(x.q):
         run = launcher(path_decode_kernel, tensors, {"traits": traits}, Options(4))
         run(B * G * splits, {"S": S, "splits": splits})
@@ -72,8 +108,8 @@ def _decode(*arguments: Any) -> Tensor:
             constants = {"V": V, "BV": BV, "MOST": splits}
             run = launcher(path_combine_kernel, {"partial": partial, "o": o}, constants, Options(4))
             run(B * H, {"splits": splits})
-    mark_written(cache_k, keys)
-    mark_written(cache_v, values)
+    for given, written in ((cache.k, keys), (cache.v, values), (cache.moves, moves)):
+        mark_written(given, written)
     return o
 
 
@@ -84,7 +120,7 @@ def _decode_fake(*arguments: Tensor) -> Tensor:
 
 _decode_op = operator(
     "triton_path_decode(Tensor q, Tensor k, Tensor v, Tensor w, Tensor beta, Tensor? real, Tensor(a!) cache_k,"
-    " Tensor(b!) cache_v, Tensor seen, float scale) -> Tensor",
+    " Tensor(b!) cache_v, Tensor(c!) moves, Tensor pending, Tensor seen, float scale) -> Tensor",
     _decode,
     compiled_ahead(_decode, _decode_fake),
 )

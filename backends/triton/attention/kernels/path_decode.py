@@ -1,6 +1,9 @@
-"""One token of PaTH attention: every cached key is multiplied by the new matrix, and the query attends to all of them.
+"""One token of PaTH attention: a query attends to cached keys, which the matrices of all later tokens multiply.
 
-    k_s <- k_s - beta (k_s . w) w,    o = sum_s softmax_s(scale q . k_s) v_s
+    o = sum_s softmax_s(scale k_s . H_(s+1) ... H_t q_t) v_s,    H_r = I - beta_r w_r w_r^T
+
+The matrices of the last p < C tokens are pending: they are stored, and no cached key has been multiplied by them. They
+multiply the query instead, so that the keys are only read. Every C-th token multiplies all keys by the C matrices.
 
 B batch, S slots, H query heads, G key-value heads, R = H / G, D key width, V value width
 """
@@ -17,7 +20,8 @@ class DecodeTraits(NamedTuple):
     """Compile-time parameters.
 
     Args:
-        H, G, D, V: sizes. BR, BD, BV: the powers of two from R, D and V on. BS: slots of a tile.
+        H, G, D, V: sizes. BR, BD, BV: the powers of two from R, D and V on. BS: slots of a tile. C: at most so many
+            matrices are pending.
         SCALE: factor of the scores.
     """
 
@@ -29,19 +33,29 @@ class DecodeTraits(NamedTuple):
     BD: int
     BV: int
     BS: int
+    C: int
     SCALE: float
+
+
+@triton.jit
+def load_move(moves, b, i, g, d, traits: tl.constexpr):
+    """Load w and beta w of pending token i."""
+    at = moves + ((b * traits.C + i) * traits.G + g) * (2 * traits.D) + d
+    w = tl.load(at, mask=d < traits.D, other=0.0)
+    return w, tl.load(at + traits.D, mask=d < traits.D, other=0.0)
 
 
 @triton.jit(do_not_specialize=["S", "splits"])
 def path_decode_kernel(
-    q, k, v, w, beta, real, seen, cache_k, cache_v, o, partial, S, splits, traits: tl.constexpr,
+    q, k, v, w, beta, real, seen, pending, cache_k, cache_v, moves, o, partial, S, splits, traits: tl.constexpr,
 ):  # fmt: skip
-    """Update the cached keys of a row and head, append the new token, and attend.
+    """Append the new token of a row and head, and attend. The C-th pending matrix updates the cached keys.
 
     Grid: B x G x splits; each program has an equal part of the slots in use. Reads q [B, H, D], k, w [B, G, D],
-    v [B, G, V], beta [B, G]; real [B] bool, whether there is a token, or None; seen [B] int64, the slots in use.
-    Updates cache_k [B, S, G, D] and cache_v [B, S, G, V]. Writes o [B, H, V], or with several splits partial
-    [B, H, splits, V + 2] float32: the unnormalised o, the maximum and the sum of exponentials.
+    v [B, G, V], beta [B, G]; real [B] bool, whether there is a token, or None; seen [B] int64, the slots in use;
+    pending [B] int64. Updates cache_k [B, S, G, D], cache_v [B, S, G, V] and moves [B, C, G, 2, D] float32, w and
+    beta w of the pending tokens. Writes o [B, H, V], or with several splits partial [B, H, splits, V + 2] float32: the
+    unnormalised o, the maximum and the sum of exponentials.
     """
     G: tl.constexpr = traits.G
     D: tl.constexpr = traits.D
@@ -55,10 +69,14 @@ def path_decode_kernel(
     b = row // G
     g = row % G
     count = tl.minimum(tl.load(seen + b), S).to(tl.int32)
-    total = count + 1
+    is_real = 1
     if real is not None:
-        total = count + tl.load(real + b).to(tl.int32)
-    total = tl.minimum(total, S)
+        is_real = tl.load(real + b).to(tl.int32)
+    total = tl.minimum(count + is_real, S)
+    waiting = tl.minimum(tl.maximum(tl.load(pending + b).to(tl.int32), 0), traits.C - 1)
+    waiting = tl.minimum(waiting, count)
+    first_waiting = count - waiting  # slot of the first pending token
+    settles = (waiting + is_real) == traits.C
     d = tl.arange(0, traits.BD)
     in_d = d < D
     c = tl.arange(0, BV)
@@ -68,10 +86,19 @@ def path_decode_kernel(
     w_t = tl.load(w + row * D + d, mask=in_d, other=0.0).to(tl.float32)
     k_t = tl.load(k + row * D + d, mask=in_d, other=0.0).to(tl.float32)
     v_t = tl.load(v + row * V + c, mask=in_v, other=0.0).to(tl.float32)
-    erase = w_t * tl.load(beta + row).to(tl.float32)
+    erase = w_t * tl.load(beta + row).to(tl.float32) * is_real
+    if (split == 0) & (is_real > 0):
+        if not settles:
+            at = moves + ((b * traits.C + waiting) * G + g) * (2 * D) + d
+            tl.store(at, w_t, mask=in_d)
+            tl.store(at + D, erase, mask=in_d)
     q_base = q + b * (traits.H * D)
     q_t = tl.load(q_base + h[:, None] * D + d[None, :], mask=(r < R)[:, None] & in_d[None, :], other=0.0)
     q_t = q_t.to(tl.float32) * (traits.SCALE * LOG2E)
+    moved_q = q_t - tl.sum(q_t * w_t[None, :], 1)[:, None] * erase[None, :]
+    for done in range(waiting):
+        w_i, erase_i = load_move(moves, b, waiting - 1 - done, g, d, traits)
+        moved_q -= tl.sum(moved_q * w_i[None, :], 1)[:, None] * erase_i[None, :]
     span = tl.cdiv(tl.cdiv(count + 1, splits), BS) * BS
     last = tl.minimum((split + 1) * span, total)
     m = tl.full([BR], float("-inf"), tl.float32)
@@ -87,12 +114,20 @@ def path_decode_kernel(
         keys = tl.load(keys_at, mask=(in_use & (s < count))[:, None] & in_d[None, :], other=0.0).to(tl.float32)
         values_at = value_base + s[:, None].to(tl.int64) * (G * V) + c[None, :]
         values = tl.load(values_at, mask=(in_use & (s < count))[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-        keys -= tl.sum(keys * w_t[None, :], 1)[:, None] * erase[None, :]
-        keys = tl.where(is_new[:, None], k_t[None, :], keys)
         values = tl.where(is_new[:, None], v_t[None, :], values)
-        tl.store(keys_at, keys.to(cache_k.dtype.element_ty), mask=in_use[:, None] & in_d[None, :])
         tl.store(values_at, values.to(cache_v.dtype.element_ty), mask=is_new[:, None] & in_v[None, :])
-        x = tl.sum(keys[:, None, :] * q_t[None, :, :], 2)
+        if settles | (j + BS > first_waiting):  # keys of pending tokens are multiplied by those of later tokens alone
+            for i in range(waiting):
+                w_i, erase_i = load_move(moves, b, i, g, d, traits)
+                reads = tl.where(s < first_waiting + i, tl.sum(keys * w_i[None, :], 1), 0.0)
+                keys -= reads[:, None] * erase_i[None, :]
+            keys -= tl.sum(keys * w_t[None, :], 1)[:, None] * erase[None, :]
+            keys = tl.where(is_new[:, None], k_t[None, :], keys)
+            is_stored = is_new | (in_use & settles)
+            tl.store(keys_at, keys.to(cache_k.dtype.element_ty), mask=is_stored[:, None] & in_d[None, :])
+            x = tl.sum(keys[:, None, :] * q_t[None, :, :], 2)
+        else:
+            x = tl.sum(keys[:, None, :] * moved_q[None, :, :], 2)
         x = tl.where(in_use[:, None], x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 0))
         p = tl.exp2(x - m_new[None, :])
