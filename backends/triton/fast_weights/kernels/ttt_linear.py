@@ -187,6 +187,7 @@ def ttt_linear_backward_kernel(
     BLOCK_E: tl.constexpr = traits.BLOCK_E
     BLOCK_M: tl.constexpr = traits.BLOCK_M
     PRECISION: tl.constexpr = traits.PRECISION
+    STEP_PRECISION: tl.constexpr = traits.STEP_PRECISION
     index = tl.program_id(0)
     h = index % H
     start, tokens, place, fresh = load_span(spans, index // H)
@@ -231,7 +232,7 @@ def ttt_linear_backward_kernel(
         next_eta = tl.load(eta + row * H + h, mask=present, other=0.0)
         continued = (i == 0) & (place > 0)
         if j > 0:  # undo W <- W - p_M G, and G <- 0, of the next mini-batch
-            steps = product(tl.trans(k_tile), D_tile, traits.STEP_PRECISION)
+            steps = product(tl.trans(k_tile), D_tile, STEP_PRECISION)
             steps_b = tl.sum(D_tile, 0)
             if traits.HAS_STATE:
                 if continued:
