@@ -16,7 +16,7 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 _PROGRAMS_PER_SM = 4
 _MIN_SLOTS = 128  # of a program
-_NUMBERS = 8192  # of the products of a tile of keys with all query heads
+_NUMBERS = 8192  # of the products of a tile of keys with all query heads; half as many with one
 
 
 class PathToken(NamedTuple):
@@ -93,7 +93,7 @@ def _decode(*arguments: Any) -> Tensor:
     keys, values, moves = cache.k.contiguous(), cache.v.contiguous(), cache.moves.contiguous()
     o = x.v.new_empty(B, 1, H, V)
     BR, BD, BV = power_of_two(H // G), max(16, power_of_two(D)), max(16, power_of_two(V))
-    BS = max(16, min(64, _NUMBERS // (BR * BD)))
+    BS = max(16, min(64, _NUMBERS // (max(2, BR) * max(BD, BV))))
     processors = device_spec(device_of(x.q).index).processors
     splits = power_of_two(max(1, min(_PROGRAMS_PER_SM * processors // max(B * G, 1), cdiv(S, _MIN_SLOTS))))
     partial = None if splits == 1 else o.new_empty(B, H, splits, V + 2, dtype=torch.float32)

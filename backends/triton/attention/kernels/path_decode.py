@@ -101,9 +101,14 @@ def path_decode_kernel(
         moved_q -= tl.sum(moved_q * w_i[None, :], 1)[:, None] * erase_i[None, :]
     span = tl.cdiv(tl.cdiv(count + 1, splits), BS) * BS
     last = tl.minimum((split + 1) * span, total)
-    m = tl.full([BR], float("-inf"), tl.float32)
-    l = tl.zeros([BR], tl.float32)
-    o_t = tl.zeros([BR, BV], tl.float32)
+    if BR == 1:  # each slot of a tile has a softmax of its own, so that warps need not exchange numbers for each tile
+        m = tl.full([BS], float("-inf"), tl.float32)
+        l = tl.zeros([BS], tl.float32)
+        o_t = tl.zeros([BS, BV], tl.float32)
+    else:
+        m = tl.full([BR], float("-inf"), tl.float32)
+        l = tl.zeros([BR], tl.float32)
+        o_t = tl.zeros([BR, BV], tl.float32)
     key_base = cache_k + (b * S * G + g) * D
     value_base = cache_v + (b * S * G + g) * V
     for j in range(split * span, last, BS):
@@ -114,8 +119,7 @@ def path_decode_kernel(
         keys = tl.load(keys_at, mask=(in_use & (s < count))[:, None] & in_d[None, :], other=0.0).to(tl.float32)
         values_at = value_base + s[:, None].to(tl.int64) * (G * V) + c[None, :]
         values = tl.load(values_at, mask=(in_use & (s < count))[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-        values = tl.where(is_new[:, None], v_t[None, :], values)
-        tl.store(values_at, values.to(cache_v.dtype.element_ty), mask=is_new[:, None] & in_v[None, :])
+        query = moved_q
         if settles | (j + BS > first_waiting):  # keys of pending tokens are multiplied by those of later tokens alone
             for i in range(waiting):
                 w_i, erase_i = load_move(moves, b, i, g, d, traits)
@@ -123,18 +127,32 @@ def path_decode_kernel(
                 keys -= reads[:, None] * erase_i[None, :]
             keys -= tl.sum(keys * w_t[None, :], 1)[:, None] * erase[None, :]
             keys = tl.where(is_new[:, None], k_t[None, :], keys)
+            values = tl.where(is_new[:, None], v_t[None, :], values)
             is_stored = is_new | (in_use & settles)
             tl.store(keys_at, keys.to(cache_k.dtype.element_ty), mask=is_stored[:, None] & in_d[None, :])
-            x = tl.sum(keys[:, None, :] * q_t[None, :, :], 2)
+            tl.store(values_at, values.to(cache_v.dtype.element_ty), mask=is_new[:, None] & in_v[None, :])
+            query = q_t
+        if BR == 1:
+            x = tl.where(in_use, tl.sum(keys * query, 1), float("-inf"))
+            m_new = tl.where(in_use, tl.maximum(m, x), m)
+            p = tl.where(in_use, tl.exp2(x - m_new), 0.0)
+            decay = tl.where(in_use, tl.exp2(m - m_new), 1.0)
+            l = l * decay + p
+            o_t = o_t * decay[:, None] + p[:, None] * values
         else:
-            x = tl.sum(keys[:, None, :] * moved_q[None, :, :], 2)
-        x = tl.where(in_use[:, None], x, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 0))
-        p = tl.exp2(x - m_new[None, :])
-        decay = tl.exp2(m - m_new)
-        l = l * decay + tl.sum(p, 0)
-        o_t = o_t * decay[:, None] + tl.sum(p[:, :, None] * values[:, None, :], 0)
+            x = tl.where(in_use[:, None], tl.sum(keys[:, None, :] * query[None, :, :], 2), float("-inf"))
+            m_new = tl.maximum(m, tl.max(x, 0))
+            p = tl.exp2(x - m_new[None, :])
+            decay = tl.exp2(m - m_new)
+            l = l * decay + tl.sum(p, 0)
+            o_t = o_t * decay[:, None] + tl.sum(p[:, :, None] * values[:, None, :], 0)
         m = m_new
+    if BR == 1:
+        of_slot = m
+        m = tl.max(of_slot[:, None], 0)
+        weight = tl.where(l > 0.0, tl.exp2(of_slot - tl.max(of_slot, 0)), 0.0)
+        l = tl.sum((l * weight)[:, None], 0)
+        o_t = tl.sum(o_t * weight[:, None], 0)[None, :]
     in_tile = (r < R)[:, None] & in_v[None, :]
     head = b * traits.H + h
     if partial is None:
