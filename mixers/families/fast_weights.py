@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.ops.fast_weights.spans import Span
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.sequences import token_counts
@@ -59,7 +60,10 @@ class FastWeightMixer(FilterMixer, ABC):
         else:
             start = context.cu_seqlens[:-1].long()
         seen = torch.zeros_like(tokens) if state is None else state["seen"]
-        return torch.stack([start, tokens, seen % chunk, (seen == 0).long()], 1).int()
+        spans = Span(start, tokens, seen % chunk, (seen == 0).long())
+        # a sum, and not torch.stack, for which Inductor launches a kernel per column
+        column = torch.arange(len(spans), device=x.device)
+        return sum((y[:, None] * (column == i) for i, y in enumerate(spans)), torch.zeros_like(column)).int()
 
     def stored_model(self, state: dict[str, Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
         """Return the tensors of the model in a state; [] without one."""

@@ -90,10 +90,12 @@ def _step(*arguments: Any) -> Tensor:
     if _supported(x, size):
         from deltazoo.backends.triton.fast_weights.launch import memory_forward, memory_step
 
-        o, results = x.q.new_zeros(x.q.shape), x.state
+        results = x.state
         if has_one_token(x.q, x.spans):
+            o = x.q.new_empty(x.q.shape)
             memory_step(x, size, o)
         else:
+            o = x.q.new_zeros(x.q.shape)
             memory_forward(x, size, 0, o=o, state=results, checkpoints=None)
     else:
         with without_autocast(x.q):

@@ -29,7 +29,7 @@ def columns(spans: Tensor) -> Span:
 
 
 def has_one_token(x: Tensor, spans: Tensor) -> bool:
-    """Whether x [B, T, ...] holds at most one token of each of its N sequences, for any spans."""
+    """Whether x [B, T, ...] holds at most one token of each of its N sequences, sequence n in row n."""
     return x.shape[1] == 1 and x.shape[0] == spans.shape[0]
 
 

@@ -23,7 +23,7 @@ from deltazoo.backends.torch_ext.custom_op import (
 )
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.triton.fast_weights.limits import ttt_linear_refusals
-from deltazoo.backends.triton.operands import all_ready, schema
+from deltazoo.backends.triton.operands import all_ready, ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.update.base import without_autocast
 from deltazoo.backends.update.watch import runs_by_kernel
@@ -79,20 +79,23 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _step(*tensors: Any) -> Tensor:
-    x = TTTOperands(*all_ready(tensors))
+    given = TTTOperands(*tensors)
+    is_token = has_one_token(given.q, given.spans)
+    x = TTTOperands(*all_ready(given._replace(v=None)))._replace(v=given.v if is_token else ready(given.v))
     results: list[Tensor] = [getattr(x, name) for name in _STATE]
     if _supported(x):
         from deltazoo.backends.triton.fast_weights.launch import ttt_forward, ttt_step
 
-        o = x.q.new_zeros(x.q.shape)
-        if has_one_token(x.q, x.spans):
+        if is_token:
+            o = x.q.new_empty(x.q.shape)
             ttt_step(x, o)
         else:
+            o = x.q.new_zeros(x.q.shape)
             ttt_forward(x, TTTResult._make([o, *results, x.eta.new_empty(0)]))
     else:
+        learned = {name: getattr(x, name).to(x.eta.dtype) for name in ("gain", "bias", "first_W", "first_b")}
         with without_autocast(x.q):
-            o, *results, _ = plain.forward(x, False)
-    given = TTTOperands(*tensors)
+            o, *results, _ = plain.forward(x._replace(**learned), False)
     for name, result in zip(_STATE, results, strict=True):
         tensor = getattr(given, name)
         mark_written(tensor, tensor if result.data_ptr() == tensor.data_ptr() else result)

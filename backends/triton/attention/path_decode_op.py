@@ -15,8 +15,9 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 _PROGRAMS_PER_SM = 4
+_OPTIONS, _STAGES = Options(4), 4
 _MIN_SLOTS = 128  # of a program
-_NUMBERS = 8192  # of the products of a tile of keys with all query heads; half as many with one
+_NUMBERS = 8192  # of the products of a tile of keys with all query heads, of which at least 4 count
 
 
 class PathToken(NamedTuple):
@@ -93,16 +94,16 @@ def _decode(*arguments: Any) -> Tensor:
     keys, values, moves = cache.k.contiguous(), cache.v.contiguous(), cache.moves.contiguous()
     o = x.v.new_empty(B, 1, H, V)
     BR, BD, BV = power_of_two(H // G), max(16, power_of_two(D)), max(16, power_of_two(V))
-    BS = max(16, min(64, _NUMBERS // (max(2, BR) * max(BD, BV))))
+    BS = max(16, min(64, _NUMBERS // (max(4, BR) * max(BD, BV))))
     processors = device_spec(device_of(x.q).index).processors
     splits = power_of_two(max(1, min(_PROGRAMS_PER_SM * processors // max(B * G, 1), cdiv(S, _MIN_SLOTS))))
     partial = None if splits == 1 else o.new_empty(B, H, splits, V + 2, dtype=torch.float32)
     names = x._asdict() | {"seen": cache.seen, "pending": cache.pending}
     tensors = {name: None if y is None else y.contiguous() for name, y in names.items()}
     tensors |= {"cache_k": keys, "cache_v": values, "moves": moves, "o": o, "partial": partial}
-    traits = DecodeTraits(H, G, D, V, BR, BD, BV, BS, moves.shape[1], scale)
+    traits = DecodeTraits(H, G, D, V, BR, BD, BV, BS, moves.shape[1], _STAGES, scale)
     with torch.cuda.device_of(x.q):
-        run = launcher(path_decode_kernel, tensors, {"traits": traits}, Options(4))
+        run = launcher(path_decode_kernel, tensors, {"traits": traits}, _OPTIONS)
         run(B * G * splits, {"S": S, "splits": splits})
         if partial is not None:
             constants = {"V": V, "BV": BV, "MOST": splits}

@@ -28,6 +28,7 @@ from deltazoo.backends.triton.fast_weights.kernels.ttt_linear import (
     ttt_linear_backward_kernel,
     ttt_linear_kernel,
 )
+from deltazoo.backends.triton.operands import with_token_stride
 from deltazoo.backends.triton.runtime.launcher import launcher
 from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
@@ -52,7 +53,11 @@ def ttt_forward(x: TTTOperands, out: TTTResult) -> None:
 
 def ttt_step(x: TTTOperands, o: Tensor) -> None:
     """Compute o of at most one token of each sequence, and update the state of x in place."""
-    _launch_ttt(ttt_linear_step_kernel, x, x._asdict() | {"o": o}, options=STEP, precision=_forward_precision(x))
+    v, stride = with_token_stride(x.v.flatten(2))
+    tensors = x._asdict() | {"v": v, "o": o}
+    _launch_ttt(
+        ttt_linear_step_kernel, x, tensors, options=STEP, precision=_forward_precision(x), v_stride=stride
+    )  # fmt: skip
 
 
 def ttt_backward(x: TTTOperands, saved: TTTResult, d_o: Tensor, d: TTTState, *, out: TTTGradients) -> None:
@@ -160,7 +165,7 @@ def _launch_memory(
 
 
 def _launch_ttt(
-    kernel: Any, x: TTTOperands, tensors: dict[str, Tensor | None], options: Options, precision: str
+    kernel: Any, x: TTTOperands, tensors: dict[str, Tensor | None], options: Options, precision: str, **numbers: int
 ) -> None:
     B, T, H, E = x.q.shape
     M = x.rate.shape[0]
@@ -169,7 +174,7 @@ def _launch_ttt(
         STEP_PRECISION=_forward_precision(x),
     )  # fmt: skip
     with torch.cuda.device_of(x.q):
-        launcher(kernel, tensors, {"traits": traits}, options)(x.spans.shape[0] * H, {"rows": B * T})
+        launcher(kernel, tensors, {"traits": traits}, options)(x.spans.shape[0] * H, {"rows": B * T, **numbers})
 
 
 def _forward_precision(x: TTTOperands) -> str:

@@ -20,8 +20,8 @@ class DecodeTraits(NamedTuple):
     """Compile-time parameters.
 
     Args:
-        H, G, D, V: sizes. BR, BD, BV: the powers of two from R, D and V on. BS: slots of a tile. C: at most so many
-            matrices are pending.
+        H, G, D, V: sizes. BR, BD, BV: the powers of two from R, D and V on. BS: slots of a tile.
+        C: at most so many matrices are pending. STAGES: of the software pipeline of the cache.
         SCALE: factor of the scores.
     """
 
@@ -34,6 +34,7 @@ class DecodeTraits(NamedTuple):
     BV: int
     BS: int
     C: int
+    STAGES: int
     SCALE: float
 
 
@@ -111,7 +112,7 @@ def path_decode_kernel(
         o_t = tl.zeros([BR, BV], tl.float32)
     key_base = cache_k + (b * S * G + g) * D
     value_base = cache_v + (b * S * G + g) * V
-    for j in range(split * span, last, BS):
+    for j in tl.range(split * span, last, BS, num_stages=traits.STAGES):
         s = j + tl.arange(0, BS)
         in_use = s < last
         is_new = (s == count) & in_use

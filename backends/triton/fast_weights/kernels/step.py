@@ -20,10 +20,17 @@ from deltazoo.backends.triton.fast_weights.kernels.ttt_linear import EPS, load_s
 
 
 @triton.jit
-def load_token(x, row, has_token, h, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
-    """Load x [rows, H, E] of one token and head in float32; zeros without a token."""
+def load_token(x, row, has_token, h, stride, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Load x [rows, H E] of one token and head in float32; zeros without a token. stride: from row to row."""
     e = tl.arange(0, BLOCK)
-    return tl.load(x + (row * H + h) * E + e, mask=has_token & (e < E), other=0.0).to(tl.float32)
+    return tl.load(x + row * stride + h * E + e, mask=has_token & (e < E), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_output(o, values, row, rows, h, H: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Store o [rows, H, E] of one row and head."""
+    e = tl.arange(0, BLOCK)
+    tl.store(o + (row * H + h) * E + e, values.to(o.dtype.element_ty), mask=(row >= 0) & (row < rows) & (e < E))
 
 
 @triton.jit
@@ -35,13 +42,13 @@ def norm_of_row(z, E: tl.constexpr, BLOCK: tl.constexpr):
     return centred * inverse, inverse
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "v_stride"])
 def ttt_linear_step_kernel(
-    q, k, v, eta, rate, gain, bias, first_W, first_b, W, G, b, g, spans, o, rows, traits: tl.constexpr
+    q, k, v, eta, rate, gain, bias, first_W, first_b, W, G, b, g, spans, o, rows, v_stride, traits: tl.constexpr
 ):
     """Process at most one token of each sequence.
 
-    Grid: N H. Reads and writes what `TTTOperands` and `TTTResult` list.
+    Grid: N H. v_stride: numbers from a row of v to the next. Reads and writes what `TTTOperands` and `TTTResult` list.
     """
     H: tl.constexpr = traits.H
     E: tl.constexpr = traits.E
@@ -54,9 +61,9 @@ def ttt_linear_step_kernel(
     W_tile = load_start(first_W, W, fresh, index, h, E, BLOCK, True)
     b_row = load_start_vector(first_b, b, fresh, index, h, E, BLOCK, True)
     G_tile, g_row = load_steps(G, g, fresh, index, traits)
-    q_row = load_token(q, start, has_token, h, H, E, BLOCK)
-    k_row = load_token(k, start, has_token, h, H, E, BLOCK)
-    v_row = load_token(v, start, has_token, h, H, E, BLOCK)
+    q_row = load_token(q, start, has_token, h, H * E, E, BLOCK)
+    k_row = load_token(k, start, has_token, h, H * E, E, BLOCK)
+    v_row = load_token(v, start, has_token, h, v_stride, E, BLOCK)
     eta_value = tl.load(eta + start * H + h, mask=has_token, other=0.0)
     p = tl.load(rate + place)
     p_last = tl.load(rate + traits.M - 1)
@@ -80,8 +87,7 @@ def ttt_linear_step_kernel(
     store_vector(g, g_row, index, E, BLOCK)
     R = tl.sum((W_tile - p * G_tile) * q_row[:, None], 0) + b_row - p * g_row
     o_row = q_row + gain_row * norm_of_row(R, E, BLOCK)[0] + bias_row
-    e = tl.arange(0, BLOCK)
-    tl.store(o + (start * H + h) * E + e, o_row.to(o.dtype.element_ty), mask=has_token & (e < E))
+    store_output(o, tl.where(has_token, o_row, 0.0), start, rows, h, H, E, BLOCK)
 
 
 @triton.jit
@@ -119,9 +125,9 @@ def neural_memory_step_kernel(
     start, tokens, place, fresh = load_span(spans, index // H)
     has_token = (tokens > 0) & (start >= 0) & (start < rows)
     keep_P = (not fresh) & ((place > 0) | (not has_token))
-    q_row = load_token(q, start, has_token, h, H, E, BLOCK_E)
-    k_row = load_token(k, start, has_token, h, H, E, BLOCK_E)
-    v_row = load_token(v, start, has_token, h, H, E, BLOCK_E)
+    q_row = load_token(q, start, has_token, h, H * E, E, BLOCK_E)
+    k_row = load_token(k, start, has_token, h, H * E, E, BLOCK_E)
+    v_row = load_token(v, start, has_token, h, H * E, E, BLOCK_E)
     eta_value = tl.load(eta + start * H + h, mask=has_token, other=1.0)
     theta_value = tl.load(theta + start * H + h, mask=has_token, other=0.0)
     a_value = 1.0 - tl.load(alpha + start * H + h, mask=has_token, other=0.0)
@@ -152,5 +158,4 @@ def neural_memory_step_kernel(
             M2, S2, P2, inner, error, x, first2, fresh, keep_P, eta_value, theta_value, a_value, has_token, index, h, F,
             E, BLOCK_F, BLOCK_E,
         )  # fmt: skip
-    e = tl.arange(0, BLOCK_E)
-    tl.store(o + (start * H + h) * E + e, out.to(o.dtype.element_ty), mask=has_token & (e < E))
+    store_output(o, tl.where(has_token, out, 0.0), start, rows, h, H, E, BLOCK_E)
