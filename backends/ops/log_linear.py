@@ -18,7 +18,7 @@ __all__ = ["CHUNK", "LevelOperands", "level_scan", "level_step_", "refusals"]
 def refusals(x: LevelOperands) -> list[str]:
     """Return why the kernels do not compute the operands, one sentence each; [] if they do.
 
-    They take 16-bit floats of one dtype, K <= 128 and 8 to 23 levels.
+    They take operands of one dtype, float32 or 16-bit floats, K <= 128 and 8 to 23 levels.
     """
     reasons = operand_refusals(x) or kernel_refusals(x.q)
     return reasons or [*level_refusals(device_type(x.q), x.q.device.index, x.q.dtype)]

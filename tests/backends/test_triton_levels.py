@@ -20,8 +20,8 @@ from deltazoo.mixers.core.mixer import Mixer
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.parts.memory import log_linear as part
 
-DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the kernels take no float32 on a GPU
-NEAR = 1e-5 if INTERPRETED else 2e-2  # of results in DTYPE
+DTYPE = torch.float32
+NEAR = 1e-5  # of results in DTYPE
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-3}
 GRADIENTS = {"q": 2, "k": 2, "v": 2, "log_decay": 4, "erase": 4, "weights": 2, "state": 2}  # times the tolerance
 BOUNDS = [0, 5, 5, 9, 250]  # an empty sequence; one of four chunks; three tokens follow, which belong to none
@@ -118,6 +118,9 @@ CASES = {
     "delta": (Sizes(H=2), True, DTYPE, False),
     "delta, strong decays": (Sizes(L=8, K=48), True, torch.float16, True),
 }
+if not INTERPRETED:
+    CASES["bfloat16"] = (Sizes(H=2, K=128, V=64), True, torch.bfloat16, False)
+    CASES["wide float32"] = (Sizes(H=2, K=128, V=128), True, torch.float32, True)
 
 
 @needs_triton
@@ -138,7 +141,7 @@ def test_rows_that_continue_at_chunks_of_their_own(delta, monkeypatch):
     """Chunk 3 of a tree of three levels follows all of them; a row without tokens keeps its states."""
     from deltazoo.backends.triton.levels import launch
 
-    monkeypatch.setattr(launch, "LAUNCH", launch.LAUNCH._replace(scratch=0, group=1))  # a window for every head
+    monkeypatch.setattr(launch, "FLOAT32", launch.FLOAT32._replace(scratch=0, group=1))  # a window for every head
     sizes, first, counts = Sizes(B=3, T=130, L=10), [3, 6, 13], [128, 64, 0]
     x = draw(sizes, delta, DTYPE)
     J = sizes.L - 7
@@ -251,8 +254,8 @@ def test_operands_that_the_kernels_do_not_take():
     x = LevelOperands(*(None if y is None else y.float() for y in draw(Sizes(T=2), True, DTYPE)))
     narrow = x._replace(q=x.q.bfloat16(), k=x.k.bfloat16(), v=x.v.bfloat16())
     assert not operand_refusals(x)
-    for operands, runs in ((narrow, not INTERPRETED), (x, False)):
-        assert (not refusals(LevelOperands(*(None if y is None else y.to(DEVICE) for y in operands)))) is runs
+    for operands in (narrow, x):
+        assert (not refusals(LevelOperands(*(None if y is None else y.to(DEVICE) for y in operands)))) != INTERPRETED
     wide = draw(Sizes(T=2, K=129), True, torch.float32)
     refused = [x._replace(q=x.q.double()), x._replace(weights=x.weights[..., :7]), x._replace(q=wide.q.float())]
     refused.append(LevelOperands(*(None if y is None else y.double() for y in x)))

@@ -58,11 +58,15 @@ class LevelLaunch(NamedTuple):
 
 
 LAUNCH = LevelLaunch()
+# With two stages a kernel ended with "an illegal memory access" in float32 on an H200 (Triton 3.6).
+FLOAT32 = LevelLaunch(gradients=32, states_stages=1, stages=1)
 _PIPELINED = 160 * 1024  # bytes of shared memory per block that the scans need with two stages
 
 
 def choose_launch(x: LevelOperands) -> LevelLaunch:
-    """Return the launch parameters for the device's shared memory."""
+    """Return the launch parameters for the dtype and the device's shared memory."""
+    if x.q.dtype == torch.float32:
+        return FLOAT32
     fits = device_spec(device_of(x.q).index).shared_memory >= _PIPELINED
     return LAUNCH if fits else LAUNCH._replace(stages=1)
 

@@ -12,7 +12,9 @@ from deltazoo.backends.triton.limits import elementwise_refusals, limits_of
 CHUNK = 64
 MAX_KEYS = 128
 MAX_LEVELS = CHUNK.bit_length() + 16
-_SHARED_MEMORY = 98304  # bytes per block of the largest kernel of training, compiled for sm_89 with Triton 3.7.1
+# bytes per block of the largest kernel of training, by the size of a number, compiled for sm_89 and sm_90 with Triton
+# 3.7.1
+_SHARED_MEMORY = {2: 98304, 4: 196608}
 
 
 class LevelOperands(NamedTuple):
@@ -60,15 +62,15 @@ def operand_refusals(x: LevelOperands) -> list[str]:
 def level_refusals(device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
     """Return why the kernels do not run on a device: those of training must fit it, and its Triton compile them.
 
-    float32 runs in the interpreter alone: on an H200 with Triton 3.6 `level_gradients_kernel` ended with "an illegal
-    memory access". The interpreter, with all addresses checked, finds none outside its tensors.
+    In float32 they fit Hopper and data-centre Blackwell GPUs.
     """
     reasons = elementwise_refusals(device_type, index, dtype)
     if reasons:
         return reasons
-    if dtype not in (torch.float16, torch.bfloat16):
-        return (f"it computes in bfloat16 or float16, got {str(dtype).removeprefix('torch.')}.",)
+    if dtype.itemsize not in _SHARED_MEMORY:
+        return (f"it computes in bfloat16, float16 or float32, got {str(dtype).removeprefix('torch.')}.",)
     reasons, name, shared_memory = limits_of(DeviceSpec.current(index), True)
-    if not reasons and shared_memory < _SHARED_MEMORY:
-        return (f"it needs {_SHARED_MEMORY} bytes of shared memory per block, and {name} has {shared_memory}.",)
+    needed = _SHARED_MEMORY[dtype.itemsize]
+    if not reasons and shared_memory < needed:
+        return (f"it needs {needed} bytes of shared memory per block, and {name} has {shared_memory}.",)
     return reasons

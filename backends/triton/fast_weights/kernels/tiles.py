@@ -80,8 +80,5 @@ def store_vector(x, values, index, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """Multiply float32 tiles on the tensor cores, in float32 accumulators. PRECISION: of tl.dot, or "bf16"."""
-    if PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    else:
-        return tl.dot(a, b, input_precision=PRECISION)
+    """Multiply float32 tiles on the tensor cores, in float32 accumulators."""
+    return tl.dot(a, b, input_precision=PRECISION)
