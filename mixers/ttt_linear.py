@@ -103,9 +103,8 @@ class TTTLinearMixer(FastWeightMixer):
         eta = self.rate / self.head_width * self.to_rate(x).to(dtype).sigmoid()
         place_rate = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=dtype)
         place_rate = (place_rate + self.place_rate.to(dtype)).clamp(min=0)
-        gain, bias, first_W, first_b = self.gain, self.bias, self.W, self.b
-        if state is None or torch.is_grad_enabled():  # the update in place takes any dtype
-            gain, bias, first_W, first_b = (y.to(dtype) for y in (gain, bias, first_W, first_b))
+        wide = dtype if state is None or torch.is_grad_enabled() else None  # the update in place takes any dtype
+        gain, bias, first_W, first_b = (y.to(wide or y.dtype) for y in (self.gain, self.bias, self.W, self.b))
         stored: list[Tensor | None] = [*self.stored_model(state, dtype)]
         W, G, b, g = stored or [None] * 4
         spans = self.spans(x, state, context, self.batch)

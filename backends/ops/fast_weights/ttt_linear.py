@@ -81,7 +81,9 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
 def _step(*tensors: Any) -> Tensor:
     given = TTTOperands(*tensors)
     is_token = has_one_token(given.q, given.spans)
-    x = TTTOperands(*all_ready(given._replace(v=None)))._replace(v=given.v if is_token else ready(given.v))
+    keeps = given._fields.index("v") if is_token else -1  # the step kernel takes v with a stride
+    operands: list[Any] = [y if y is None or i == keeps else ready(y) for i, y in enumerate(given)]
+    x = TTTOperands(*operands)
     results: list[Tensor] = [getattr(x, name) for name in _STATE]
     if _supported(x):
         from deltazoo.backends.triton.fast_weights.launch import ttt_forward, ttt_step
