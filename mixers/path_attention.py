@@ -287,7 +287,7 @@ class PathAttentionMixer(TokenCacheMixer):
             cache = PathCache(*(state[name] for name in PathCache._fields))
             o = path_decode_(PathToken(*operands, real), cache, self.scale)
             count = token_counts(q, context)
-            pending = cache.pending.copy_((cache.pending + count) % PENDING)
+            pending = cache.pending.copy_((cache.pending + count) % cache.moves.shape[1])
             new.update(cache._asdict() | {"pending": pending, "seen": seen.add_(count)})
             return o
         if T == 1:
