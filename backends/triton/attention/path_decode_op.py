@@ -71,10 +71,10 @@ def settled_keys(cache: PathCache) -> Tensor:
     k, _, moves, pending, seen = cache
     j = torch.arange(moves.shape[1], device=k.device)
     is_pending = j < pending[:, None]
-    w, erase = (moves * is_pending[:, :, None, None, None]).to(k.dtype).unbind(3)
+    w, erase = torch.where(is_pending[:, :, None, None, None], moves, 0.0).to(k.dtype).unbind(3)
     first = (seen - pending)[:, None, None]
     later = torch.arange(k.shape[1], device=k.device)[:, None] < first + j
-    reads = torch.einsum("bsgd,bcgd->bgsc", k, w) * later[:, None]
+    reads = torch.where(later[:, None], torch.einsum("bsgd,bcgd->bgsc", k, w), 0.0)
     upper = torch.einsum("bigd,bjgd->bgij", erase, w).triu(1) + torch.eye(len(j), device=k.device, dtype=k.dtype)
     a = torch.linalg.solve_triangular(upper, reads, upper=True, left=False, unitriangular=True)
     return k - torch.einsum("bgsc,bcgd->bsgd", a, erase)
