@@ -138,17 +138,17 @@ def neural_memory_backward_kernel(
             segment_start = (segments - 1 - j) * SEGMENT
             segment_end = tl.minimum(count, segment_start + SEGMENT)
             at = checkpoint_index(start, n, segment_start, h, 0, slots, traits)
-            for l in tl.static_range(2 * DEPTH):
-                if l % DEPTH == 0:
-                    layer = load_matrix(checkpoints, at + l, E, F, BLOCK_E, BLOCK_F)
-                    store_matrix(scratch, layer, scratch_matrix + l, E, F, BLOCK_E, BLOCK_F)
-                else:
-                    layer_2 = load_matrix(checkpoints, at + l, F, E, BLOCK_F, BLOCK_E)
-                    store_matrix(scratch, layer_2, scratch_matrix + l, F, E, BLOCK_F, BLOCK_E)
-            tl.debug_barrier()
+            M1_tile = load_matrix(checkpoints, at, E, F, BLOCK_E, BLOCK_F)
+            S1_tile = load_matrix(checkpoints, at + DEPTH, E, F, BLOCK_E, BLOCK_F)
+            store_matrix(scratch, M1_tile, scratch_matrix, E, F, BLOCK_E, BLOCK_F)
+            store_matrix(scratch, S1_tile, scratch_matrix + DEPTH, E, F, BLOCK_E, BLOCK_F)
+            if DEPTH == 2:
+                M2_tile = load_matrix(checkpoints, at + 1, F, E, BLOCK_F, BLOCK_E)
+                S2_tile = load_matrix(checkpoints, at + 3, F, E, BLOCK_F, BLOCK_E)
+                store_matrix(scratch, M2_tile, scratch_matrix + 1, F, E, BLOCK_F, BLOCK_E)
+                store_matrix(scratch, S2_tile, scratch_matrix + 3, F, E, BLOCK_F, BLOCK_E)
             for i in range(segment_start, segment_end - 1):
-                saved = scratch_matrix + (i - segment_start) * (2 * DEPTH)
-                new = saved + 2 * DEPTH
+                new = scratch_matrix + (i + 1 - segment_start) * (2 * DEPTH)
                 begins = (i > 0) | (place == 0)
                 row, present = chunk_rows(start, tokens, place, i, rows, M, BLOCK_M)
                 k_tile = load_tokens(k, row, present, h, H, E, BLOCK_E).to(tl.float32)
@@ -156,27 +156,26 @@ def neural_memory_backward_kernel(
                 weights, A0, B, e, c, eta_end, a_end, b_end = load_coefficients(
                     coefficients, start, n, i, h, chunk_slots, traits
                 )
-                P1_tile = load_memory(
-                    scratch, saved, first1, P1, begins, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE
-                )
+                P1_tile = M1_tile
+                if HAS_STATE:
+                    if not begins:
+                        P1_tile = load_layer(first1, P1, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE)
                 if DEPTH == 1:
                     Y1 = 2.0 * (product(k_tile, P1_tile, PRECISION) - v_tile)
                 else:
-                    P2_tile = load_memory(
-                        scratch, saved + 1, first2, P2, begins, fresh, index, h, F, E, BLOCK_F, BLOCK_E, HAS_STATE
-                    )
+                    P2_tile = M2_tile
+                    if HAS_STATE:
+                        if not begins:
+                            P2_tile = load_layer(first2, P2, fresh, index, h, F, E, BLOCK_F, BLOCK_E, HAS_STATE)
                     inner, error, Y1 = gradients_of_pair(k_tile, v_tile, P1_tile, P2_tile, PRECISION)
-                    M2_tile = load_matrix(scratch, saved + 1, F, E, BLOCK_F, BLOCK_E)
-                    S2_tile = load_matrix(scratch, saved + 3, F, E, BLOCK_F, BLOCK_E)
-                    M2_tile, S2_tile = advance(inner, error, M2_tile, S2_tile, e, c, eta_end, a_end, b_end, PRECISION)
-                    store_matrix(scratch, M2_tile, new + 1, F, E, BLOCK_F, BLOCK_E)
-                    store_matrix(scratch, S2_tile, new + 3, F, E, BLOCK_F, BLOCK_E)
-                M1_tile = load_matrix(scratch, saved, E, F, BLOCK_E, BLOCK_F)
-                S1_tile = load_matrix(scratch, saved + DEPTH, E, F, BLOCK_E, BLOCK_F)
                 M1_tile, S1_tile = advance(k_tile, Y1, M1_tile, S1_tile, e, c, eta_end, a_end, b_end, PRECISION)
                 store_matrix(scratch, M1_tile, new, E, F, BLOCK_E, BLOCK_F)
                 store_matrix(scratch, S1_tile, new + DEPTH, E, F, BLOCK_E, BLOCK_F)
-                tl.debug_barrier()  # threads load what others have stored
+                if DEPTH == 2:
+                    M2_tile, S2_tile = advance(inner, error, M2_tile, S2_tile, e, c, eta_end, a_end, b_end, PRECISION)
+                    store_matrix(scratch, M2_tile, new + 1, F, E, BLOCK_F, BLOCK_E)
+                    store_matrix(scratch, S2_tile, new + 3, F, E, BLOCK_F, BLOCK_E)
+            tl.debug_barrier()  # threads load what others have stored
             for l in range(segment_start, segment_end):
                 i = segment_start + segment_end - 1 - l
                 saved = scratch_matrix + (i - segment_start) * (2 * DEPTH)
