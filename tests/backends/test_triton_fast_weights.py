@@ -157,7 +157,7 @@ def test_compiled_kernels_divide_columns_among_warps_and_have_no_known_fault(nam
             launch.memory_step(x, 16, tokens[3])
             out = MemoryGradients(*tokens[:3], *gates, layers * 3)
             launch.memory_backward(x, checkpoints, tokens[3], size=16, segment=16, out=out)
-    assert len(compiler.compiled) == 3
+    assert len({kernel for kernel, _ in compiler.compiled}) == (3 if name == "ttt_linear" else 5)
     for _, compiled in compiler.compiled:
         text = disassemble(compiled.asm["cubin"])
         assert not wrong_descriptor_addresses(text) + missing_waits(text) + overwritten_operands(text)
