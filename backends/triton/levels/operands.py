@@ -67,8 +67,6 @@ def level_refusals(device_type: str, index: int | None, dtype: torch.dtype) -> t
     reasons = elementwise_refusals(device_type, index, dtype)
     if reasons:
         return reasons
-    if dtype.itemsize not in _SHARED_MEMORY:
-        return (f"it computes in bfloat16, float16 or float32, got {str(dtype).removeprefix('torch.')}.",)
     reasons, name, shared_memory = limits_of(DeviceSpec.current(index), True)
     needed = _SHARED_MEMORY[dtype.itemsize]
     if not reasons and shared_memory < needed:
