@@ -46,7 +46,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "prepare: an erase from the previous state reads the state after the decay", f"{PORTABLE}/prepare.py",
-        "G_erase = G_before if ERASE_PREVIOUS else G", "G_erase = G",
+        "G_erase = G_before if traits.ERASE_PREVIOUS else G", "G_erase = G",
         "test-kernels", f"{PORTABLE_TEST}[comba-one segment-odd widths]",
     ),
     Mutation(
