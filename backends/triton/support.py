@@ -113,11 +113,16 @@ class Tiles(NamedTuple):
 
 
 class Options(NamedTuple):
-    """warps: of 32 threads per program. stages: of the software pipeline. registers: the most per thread."""
+    """warps: of 32 threads per program. stages: of the software pipeline. registers: the most per thread.
+
+    overlap: the kernel may start while the one launched before it runs (programmatic dependent launch, sm_90); it waits
+    for that kernel's end by `gdc_wait`.
+    """
 
     warps: int = 4
     stages: int = 1
     registers: int | None = None
+    overlap: bool = False
 
 
 class Kernel(NamedTuple):

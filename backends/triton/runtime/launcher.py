@@ -42,7 +42,7 @@ def launcher(
 
     Returns: a function of the number of programs and the kernel's numbers by name.
     """
-    warps, stages, registers = options
+    warps, stages, registers, overlap = options
     given: list[Operand | tuple[Operand, ...]] = []
     pointers: list[Any] = []
     numbered: list[str] = []
@@ -64,7 +64,7 @@ def launcher(
     assert isinstance(first, Tensor)
     traced_device = precompile.tracing.device
     device = first.get_device() if traced_device is None else traced_device.index
-    cache_key = (kernel.fn, warps, stages, registers, *constants, *layouts, device)
+    cache_key = (kernel.fn, *options, *constants, *layouts, device)
     compiled = _compiled.get(cache_key) if CACHED_LAUNCH else None
     recorder = precompile.tracing.recorder
     stream = None if compiled is None or traced_device is not None else current_stream(device)
@@ -86,6 +86,8 @@ def launcher(
             return
         arguments = (*given, *values, *constants)
         limits = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+        if overlap:
+            limits["launch_pdl"] = True
         if traced_device is not None:
             warm_up = lambda: kernel.warmup(*arguments, grid=(programs,), **limits)  # noqa: E731
             precompile.compile_kernel(cache_key, kernel, warm_up)

@@ -1,0 +1,33 @@
+"""Overlap of a kernel with the one launched before it, on sm_90 (programmatic dependent launch).
+
+A kernel with `Options.overlap` starts when every program of the kernel before it has called `start_next` or ended. It
+may then compute addresses and prefetch into the L2 cache, where memory is coherent. Every program calls
+`wait_for_previous` before its first load or store: only then has the kernel before it ended, and with it, because each
+of them waits, every earlier kernel.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LINE: tl.constexpr = tl.constexpr(128)  # bytes of a cache line
+
+
+@triton.jit
+def start_next():
+    """Let the kernel that is launched after this one start."""
+    gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous():
+    """Wait until the kernel that was launched before this one has ended and its results are visible."""
+    gdc_wait()
+
+
+@triton.jit
+def prefetch_line(pointers):
+    """Request the cache lines of these addresses from memory into the L2 cache. The addresses must be valid."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
