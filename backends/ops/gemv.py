@@ -1,0 +1,69 @@
+"""Products of the few rows of a decode step, on a GPU: weights are read once, with the operations around the product.
+
+    products        y_i = W_i x                 or W_i norm(x), of several maps by one kernel
+    add_product     y = residual + W x
+    hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
+
+with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is not rounded. Sums are in float32; a row's result does not
+depend on the other rows. Nothing here records gradients.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
+from deltazoo.backends.triton.gemv.op import MAX_MAPS, MAX_ROWS, MAX_WIDTH, gemv
+from deltazoo.backends.triton.limits import kernel_refusals
+
+Activation = Literal["silu", "gelu", "relu2"]
+
+
+class Norm(NamedTuple):
+    """An RMS norm of the input: its weight [D] and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+def refusals(x: Tensor) -> list[str]:
+    """Return why the kernels do not compute products of x [..., D], one sentence each; [] if they do."""
+    if torch.is_grad_enabled() or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+        return ["it needs a call without gradients and autocast."]
+    if not is_known(x.shape[:-1].numel() <= MAX_ROWS):
+        return [f"with more than {MAX_ROWS} rows separate products are faster."]
+    if not is_known(x.shape[-1] <= MAX_WIDTH):
+        return [f"rows must have at most {MAX_WIDTH} numbers, got {x.shape[-1]}."]
+    return kernel_refusals(x)
+
+
+def products(x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None) -> list[Tensor]:
+    """Compute W x, or W norm(x), for each weight [N, D]. Args: x: [..., D], without `refusals`."""
+    results: list[Tensor] = []
+    for first in range(0, len(weights), MAX_MAPS):
+        group = list(weights[first : first + MAX_MAPS])
+        y = _call(x, group, norm)
+        results += y.split([weight.shape[0] for weight in group], -1)
+    return results
+
+
+def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Compute residual + W x, rounded once. Args: residual: [..., N]; x: [..., D]; weight: [N, D]."""
+    return _call(x, [weight], None, residual=residual)
+
+
+def hidden(x: Tensor, weight: Tensor, norm: Norm | None, activation: Activation, gated: bool) -> Tensor:
+    """Compute the hidden channels of an MLP from x or norm(x). Args: weight: [F, D], or if gated [2 F, D]."""
+    return _call(x, [weight], norm, activation=activation, gated=gated)
+
+
+def _call(
+    x: Tensor, weights: list[Tensor], norm: Norm | None, *, residual: Tensor | None = None, activation: str = "",
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    weight, eps = (None, 0.0) if norm is None else norm
+    flat_residual = None if residual is None else residual.flatten(0, -2)
+    y: Tensor = gemv(x.flatten(0, -2), weight, eps, weights, flat_residual, activation, gated)
+    return torch.unflatten(y, 0, x.shape[:-1])

@@ -1,0 +1,111 @@
+"""Products of the few rows of a decode step against float64: in Triton's interpreter, or on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_cases import DEVICE, INTERPRETED, needs_triton
+
+from deltazoo.backends.ops import gemv as module
+from deltazoo.backends.ops.gemv import Norm, add_product, hidden, products, refusals
+from deltazoo.backends.ops.rms_norm import rms_norm
+from deltazoo.backends.triton.gemv import op
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+DTYPES = list(TOLERANCE)[: 2 if INTERPRETED else 3]
+ACTIVATIONS = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh"), "relu2": lambda x: F.relu(x).square()}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error <= TOLERANCE[actual.dtype], float(error)
+
+
+def normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x.double() if norm is None else rms_norm(x.double(), norm.weight.double(), norm.eps)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("M", "D", "outputs"),
+    [
+        pytest.param(1, 40, (9, 1, 3, 4), marks=pytest.mark.kernel_smoke),
+        (3, 37, (5, 2)),
+        (8, 300, (6,)),
+        (2, 16, (1, 1, 1, 1, 7)),
+    ],
+)
+def test_the_products_of_several_maps_and_of_a_norm(M, D, outputs, dtype):
+    x, weights = draw(M, 1, D, dtype=dtype), [draw(n, D, dtype=dtype, seed=n) for n in outputs]
+    for norm in (None, Norm(draw(D, dtype=torch.float32, seed=1), 0.1)):
+        for y, weight in zip(products(x, weights, norm), weights, strict=True):
+            assert_near(y, normed(x, norm) @ weight.double().T)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_hidden_channels_of_an_mlp(activation, gated, dtype):
+    x, weight = draw(2, 1, 24, dtype=dtype), draw(14, 24, dtype=dtype, seed=1)
+    norm = Norm(draw(24, dtype=dtype, seed=2), 1e-3)
+    exact = normed(x, norm) @ weight.double().T
+    gate, up = exact.chunk(2, -1) if gated else (exact, 1.0)
+    assert_near(hidden(x, weight, norm, activation, gated), ACTIVATIONS[activation](gate) * up)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_residual_is_added_before_the_result_is_rounded(dtype):
+    x, weight, residual = draw(3, 1, 20, dtype=dtype), draw(11, 20, dtype=dtype), draw(3, 1, 11, dtype=dtype, seed=3)
+    exact = residual.double() + x.double() @ weight.double().T
+    assert_near(add_product(residual, x, weight), exact)
+    if dtype != torch.float32:
+        assert torch.equal(add_product(residual, x, weight), exact.to(dtype))
+
+
+@needs_triton
+def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan():
+    x, weight, norm = draw(8, 1, 300), draw(10, 300, seed=1), Norm(draw(300, seed=2), 1e-5)
+    together = products(x, [weight], norm)[0]
+    for rows in (slice(0, 1), slice(2, 5), slice(3, 7)):
+        assert torch.equal(products(x[rows], [weight], norm)[0], together[rows])
+    x[5, 0, 7] = torch.nan
+    y = products(x, [weight], norm)[0]
+    assert y[5].isnan().all()
+    assert torch.equal(y[:5], together[:5]) and torch.equal(y[6:], together[6:])
+
+
+@needs_triton
+def test_columns_of_a_wider_tensor_are_read_in_place():
+    wide, weight = draw(4, 96), draw(6, 32)
+    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False)
+    assert_near(y, wide[:, 32:64].double() @ weight.double().T)
+
+
+@needs_triton
+def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
+    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, ahead=1))
+    x, weight = draw(1, 4000), draw(3, 4000)
+    assert_near(op.gemv(x, None, 0.0, [weight], None, "", False), x.double() @ weight.double().T)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the device types of a process without the interpreter")
+def test_other_calls_take_plain_torch(monkeypatch):
+    monkeypatch.setattr(module, "kernel_refusals", lambda *_: [])
+    x = torch.zeros(2, 1, 16)
+    with torch.no_grad():
+        assert not refusals(x)
+        assert refusals(torch.zeros(3, 1, 16)) == ["with more than 2 rows separate products are faster."]
+        wide = torch.zeros(1, 1, op.MAX_WIDTH + 1)
+        assert refusals(wide) == ["rows must have at most 16384 numbers, got 16385."]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert refusals(x) == ["it needs a call without gradients and autocast."]
+    assert refusals(x) == ["it needs a call without gradients and autocast."]
