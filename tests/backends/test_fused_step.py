@@ -33,7 +33,7 @@ from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.triton import Launch, LaunchConfig, TritonBackend
 from deltazoo.backends.triton.decode import fused
-from deltazoo.backends.triton.tiles import limit_warps, power_of_two
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target
 from deltazoo.backends.tuning.measure import checks_of
@@ -159,6 +159,20 @@ def test_kernel_matches_the_reference_step(name, options):
 def test_kernel_matches_the_reference_for_each_norm_and_gate(name, form):
     step = conformance.typical_step(STEPS[name].spec, Shape("sizes", 3, 1, H, HV, K, V), form)
     assert_agrees(step, conformance.OPTIONS if form % 2 else ())
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "options"),
+    cover(list(STEPS), list(OPTIONS), [("gated delta", "slots"), ("mamba2", "all"), ("no convolution", "all")]),
+)
+def test_a_head_split_over_programs_equals_the_reference_step(name, options, monkeypatch):
+    step = STEPS[name]
+    monkeypatch.setattr(fused, "_split_tile", lambda *_: 8)
+    with watch() as record:
+        assert_agrees(step, OPTIONS[options])
+    programs = [run.programs for run in record.runs if run.name == "fused_step_kernel"]
+    assert programs == [3 * step.HV * cdiv(step.V, 8)]
 
 
 @needs_triton

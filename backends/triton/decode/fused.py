@@ -16,7 +16,7 @@ from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.conv.op import too_many_taps
-from deltazoo.backends.triton.problem import Problem, device_spec
+from deltazoo.backends.triton.problem import Problem, architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import begin, compiled_ahead, device_of
 from deltazoo.backends.triton.runtime.table import launch_config
 from deltazoo.backends.triton.support import Options
@@ -25,6 +25,8 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 WIDEST_VALUE = 512
 _PUSHED_CHANNELS = 256  # of a program of push_kernel
 _MANY_HOUSEHOLDERS = 4  # whose keys take as many registers as a tile of 64 columns
+_SPLIT_TILE, _SPLIT_WARPS, _FINISH_WARPS = 32, 4, 4
+_WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
 
@@ -42,6 +44,18 @@ def _tile(launch: Launch, V: int, householders: int) -> int:
     if householders >= _MANY_HOUSEHOLDERS:
         tile = min(tile, _widest_tile(householders))
     return max(min(tile, power_of_two(V)), power_of_two(cdiv(householders * V, _MAX_UNROLLED)))
+
+
+def _split_tile(device: DeviceSpec, heads: int, V: int, householders: int) -> int:
+    """Return the state columns of a program of a split step; 0: a program computes all columns of a head.
+
+    A head's programs each compute its keys again, so that a split pays for few heads and for wide values. H100, us,
+    split and not: 9 heads of 200 x 400 6.4 and 25.2 with one row, 83 and 103 with 32; 16 heads of 128 x 128 5.2 and
+    5.6 with one row, 8.2 and 7.8 with four, 35 and 29 with 32.
+    """
+    if V <= _SPLIT_TILE or householders > 2:
+        return 0
+    return _SPLIT_TILE if 4 * heads <= device.processors or V > _WIDE_VALUES else 0
 
 
 def unsupported(step: FusedDecodeStep) -> list[str]:
@@ -160,14 +174,22 @@ def _launch(
     x: FusedDecodeInputs, states: Tensor, slots: Tensor | None, o: Tensor, options: StepOptions, config: str
 ) -> None:
     """Launch the fused step and, with shared key heads, the update of their history."""
-    from deltazoo.backends.triton.decode.kernels.fused_step import StepTraits, fused_step_kernel, push_kernel
+    from deltazoo.backends.triton.decode.kernels.fused_step import (
+        StepTraits,
+        finish_step_kernel,
+        fused_step_kernel,
+        push_kernel,
+    )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, options.heads
     n = (C - H * K) // (H * K + HV * V)
     W = 0 if x.weight is None else x.weight.shape[1]
     launch = _resolve(x, states, options, n, config)
-    BK, BV = power_of_two(K), _tile(launch, V, n)
+    device = device_spec(device_of(x.qkv).index)
+    split = _split_tile(device, B * HV, V, n) if not config else 0
+    BK, BV = power_of_two(K), split or _tile(launch, V, n)
+    overlap = architecture(device) == "sm90"
     silu_q, silu_k, silu_v = options.silu
     norm_q, norm_k = options.l2_norm
     traits = StepTraits(
@@ -182,13 +204,22 @@ def _launch(
         READ_BEFORE=options.read == "before", SKIP=x.skip is not None, NORM=options.norm,
         NORM_PER_HEAD=x.norm_weight is not None and x.norm_weight.numel() != V, NORM_BIAS=x.norm_bias is not None,
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,
-        SLOTS=slots is not None,
+        SLOTS=slots is not None, SPLIT=split > 0, OVERLAP=overlap,
     )  # fmt: skip
     tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
     tensors["x"] = x.qkv
-    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(limit_warps(launch.warps, BK * BV)))
-    step(B * HV, {"scale": options.scale, "pool_rows": states.shape[0]})
-    if H < HV and W > 1:
+    numbers = {"scale": options.scale, "pool_rows": states.shape[0]}
+    finishes = split > 0 and (W > 1 or options.norm != "" or options.activation != "")
+    if finishes:
+        tensors["o"] = tensors["raw"] = o.new_empty(o.shape, dtype=torch.float32)
+    warps = limit_warps(_SPLIT_WARPS if split else launch.warps, BK * BV)
+    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
+    step(B * HV * (cdiv(V, BV) if split else 1), numbers)
+    if finishes:
+        tensors["o"] = o
+        run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
+        run(B * HV, numbers)
+    elif H < HV and W > 1:
         channels = (1 + n) * H * K
         pushed = {
             "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": W, "BC": _PUSHED_CHANNELS,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.micro_step import micro_step
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 from deltazoo.backends.triton.device.step_size import step_size
 
 
@@ -64,6 +65,8 @@ class StepTraits(NamedTuple):
     GATE: str  # activation of the output gate: "", "none", "silu", "sigmoid" or "gelu"
     GATE_BEFORE_NORM: bool
     SLOTS: bool
+    SPLIT: bool  # a program computes BV columns of a head; finish_step_kernel computes what needs all of them
+    OVERLAP: bool  # see device/overlap.py
 
 
 @triton.jit
@@ -153,8 +156,11 @@ def apply_gate(outs, gates, GATE: tl.constexpr):
 
 
 @triton.jit
-def apply_norm(outs, weight, bias, offset, traits: tl.constexpr):
-    """Normalise the tiles of a head's output together. Columns beyond V must be zero. offset: of the head's weights."""
+def apply_norm(outs, weight, bias, offset, BV: tl.constexpr, traits: tl.constexpr):
+    """Normalise the tiles of BV columns of a head's output together. Columns beyond V must be zero.
+
+    offset: of the head's weights.
+    """
     mean = 0.0
     if traits.NORM == "layer":
         for i in tl.static_range(len(outs)):
@@ -162,18 +168,30 @@ def apply_norm(outs, weight, bias, offset, traits: tl.constexpr):
         mean /= traits.V
     square = 0.0
     for i in tl.static_range(len(outs)):
-        in_v = i * traits.BV + tl.arange(0, traits.BV) < traits.V
+        in_v = i * BV + tl.arange(0, BV) < traits.V
         centred = tl.where(in_v, outs[i] - mean, 0.0)
         square += tl.sum(centred * centred, 0)
     factor = tl.rsqrt(square / traits.V + traits.NORM_EPS)
     normed = ()
     for i in tl.static_range(len(outs)):
-        vs = i * traits.BV + tl.arange(0, traits.BV)
+        vs = i * BV + tl.arange(0, BV)
         y = (outs[i] - mean) * factor * tl.load(weight + offset + vs, mask=vs < traits.V, other=0.0).to(tl.float32)
         if traits.NORM_BIAS:
             y += tl.load(bias + offset + vs, mask=vs < traits.V, other=0.0).to(tl.float32)
         normed = normed + (y,)
     return normed
+
+
+@triton.jit
+def norm_and_gate(outs, gates, norm_weight, norm_bias, hv, BV: tl.constexpr, GATE: tl.constexpr, traits: tl.constexpr):
+    """Apply the norm and the gate to a head's output, in the order of the step."""
+    if GATE != "" and traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, GATE)
+    if traits.NORM != "":
+        outs = apply_norm(outs, norm_weight, norm_bias, hv * traits.V if traits.NORM_PER_HEAD else 0, BV, traits)
+    if GATE != "" and not traits.GATE_BEFORE_NORM:
+        outs = apply_gate(outs, gates, GATE)
+    return outs
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
@@ -183,13 +201,15 @@ def fused_step_kernel(
 ):  # fmt: skip
     """Decode one token of one value head.
 
-    Grid: row, value head. Each program processes BV columns of its state at a time and prefetches the next BV.
+    Grid: row, value head; with SPLIT also tile of BV columns. Each program processes BV columns of its state at a time
+    and prefetches the next BV.
 
     Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], gate [B, HV V], each with its row stride;
     weight [C, W]; bias [C]; A_log, skip [HV]; dt_bias [HV] or [HV K]; feedback, correction [H]; norm_weight,
     norm_bias [V] or [HV V]; slots [B] int64, the pool row of each row.
     Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place; with shared key heads (H < HV) not
-    the history of q and k, which push_kernel updates. Writes o [B, HV, V].
+    the history of q and k, which push_kernel updates. Writes o [B, HV, V]. With SPLIT it updates no history, and o is
+    float32, before the norm and the gate.
 
     A slot outside the pool (-1, say) accesses no state and no history, and its output is zero. The caller guarantees
     that no two rows share a slot: their updates would race.
@@ -203,19 +223,26 @@ def fused_step_kernel(
     W: tl.constexpr = traits.W
     GATE: tl.constexpr = traits.GATE  # Triton 3.6 cannot pass a str field of a constexpr tuple to a function
     C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
-    TILES: tl.constexpr = (V + BV - 1) // BV
-    row = tl.cast(tl.program_id(0) // HV, tl.int64)
-    hv = tl.program_id(0) % HV
+    SPLITS: tl.constexpr = (V + BV - 1) // BV if traits.SPLIT else 1
+    TILES: tl.constexpr = 1 if traits.SPLIT else (V + BV - 1) // BV
+    if traits.OVERLAP:
+        start_next()
+    head = tl.program_id(0) // SPLITS
+    first = tl.program_id(0) % SPLITS * BV  # column of the program
+    row = tl.cast(head // HV, tl.int64)
+    hv = head % HV
     h = hv // (HV // H)
     ks = tl.arange(0, traits.BK)
     in_k = ks < K
+    if traits.OVERLAP:
+        wait_for_previous()
     slot = row
     if traits.SLOTS:
         slot = tl.load(slots + row)
         in_pool = (slot >= 0) & (slot < pool_rows)
         in_k = in_k & in_pool
     at = states + (slot * HV + hv) * K * V + ks[:, None] * V
-    vs = tl.arange(0, BV)
+    vs = first + tl.arange(0, BV)
     ahead = tl.load(at + vs[None, :], mask=in_k[:, None] & (vs < V)[None, :], other=0.0)
     x += row * traits.X_STRIDE
     if W > 1:
@@ -259,12 +286,12 @@ def fused_step_kernel(
             decay_factor = decay_factor[:, None]
 
     gates = ()
-    if GATE != "":
+    if GATE != "" and not traits.SPLIT:
         gates = load_head(gate + row * traits.GATE_STRIDE + hv * V, V, BV, TILES)  # before the loop, as a prefetch
 
     outs = ()
     for i in tl.static_range(TILES):
-        vs = i * BV + tl.arange(0, BV)
+        vs = first + i * BV + tl.arange(0, BV)
         in_v = vs < V
         if traits.SLOTS:
             in_v = in_v & in_pool
@@ -290,37 +317,90 @@ def fused_step_kernel(
             out += tl.load(skip + hv).to(tl.float32) * v
         outs = outs + (out,)
 
-    if GATE != "" and traits.GATE_BEFORE_NORM:
-        outs = apply_gate(outs, gates, GATE)
-    if traits.NORM != "":
-        outs = apply_norm(outs, norm_weight, norm_bias, hv * V if traits.NORM_PER_HEAD else 0, traits)
-    if GATE != "" and not traits.GATE_BEFORE_NORM:
-        outs = apply_gate(outs, gates, GATE)
+    if not traits.SPLIT:
+        outs = norm_and_gate(outs, gates, norm_weight, norm_bias, hv, BV, GATE, traits)
     for i in tl.static_range(TILES):
-        vs = i * BV + tl.arange(0, BV)
+        vs = first + i * BV + tl.arange(0, BV)
         out = tl.where(in_pool, outs[i], 0.0) if traits.SLOTS else outs[i]
         tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
 
-    if W > 1:
-        # The taps are loaded again: kept in registers since the convolution they would reduce occupancy.
-        taps = ()
+    if W > 1 and not traits.SPLIT:
         vs = tl.arange(0, traits.PV)
         in_v = vs < V
         if traits.SLOTS:
             in_v = in_v & in_pool
-        first_value = (1 + STEPS) * H * K
-        if H == HV:
-            for m in tl.static_range(1 + STEPS):
-                taps = taps + (load_taps(x, history, (m * H + h) * K + ks, in_k, C, W),)
-        for m in tl.static_range(STEPS):
-            taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, in_v, C, W),)
-        tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
-        NUM_KEY_TAPS: tl.constexpr = 1 + STEPS if H == HV else 0
-        for m in tl.static_range(NUM_KEY_TAPS):
-            push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
-        for m in tl.static_range(STEPS):
-            channel = first_value + (m * HV + hv) * V + vs
-            push_token(taps[NUM_KEY_TAPS + m], history, channel, in_v, C, W)
+        push_head(x, history, h, hv, ks, vs, in_k, in_v, H == HV, traits)
+
+
+@triton.jit
+def push_head(x, history, h, hv, ks, vs, in_k, in_v, KEYS: tl.constexpr, traits: tl.constexpr):
+    """Append the token to the history of a value head's channels, with KEYS also to that of its q and k.
+
+    The taps are loaded again: kept in registers since the convolution they would reduce occupancy.
+    """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    STEPS: tl.constexpr = traits.STEPS
+    W: tl.constexpr = traits.W
+    C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
+    NUM_KEY_TAPS: tl.constexpr = 1 + STEPS if KEYS else 0
+    first_value = (1 + STEPS) * H * K
+    taps = ()
+    for m in tl.static_range(NUM_KEY_TAPS):
+        taps = taps + (load_taps(x, history, (m * H + h) * K + ks, in_k, C, W),)
+    for m in tl.static_range(STEPS):
+        taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, in_v, C, W),)
+    tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
+    for m in tl.static_range(NUM_KEY_TAPS):
+        push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
+    for m in tl.static_range(STEPS):
+        push_token(taps[NUM_KEY_TAPS + m], history, first_value + (m * HV + hv) * V + vs, in_v, C, W)
+
+
+@triton.jit(do_not_specialize=["pool_rows"])
+def finish_step_kernel(
+    x, history, norm_weight, norm_bias, gate, slots, raw, o, pool_rows, traits: tl.constexpr,
+):  # fmt: skip
+    """Compute the norm and the gate of one value head after a split step, and append its token to the history.
+
+    Grid: row, value head. Reads raw [B, HV, V] float32, which fused_step_kernel wrote, and its operands of the same
+    names. Writes o [B, HV, V] and the history; that of q and k by the first value head of each key head.
+    """
+    H: tl.constexpr = traits.H
+    HV: tl.constexpr = traits.HV
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    W: tl.constexpr = traits.W
+    PV: tl.constexpr = traits.PV
+    GATE: tl.constexpr = traits.GATE
+    C: tl.constexpr = H * K + traits.STEPS * (H * K + HV * V)
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
+    row = tl.cast(tl.program_id(0) // HV, tl.int64)
+    hv = tl.program_id(0) % HV
+    ks = tl.arange(0, traits.BK)
+    vs = tl.arange(0, PV)
+    in_k = (ks < K) & (hv % (HV // H) == 0)
+    in_v = vs < V
+    slot = row
+    if traits.SLOTS:
+        slot = tl.load(slots + row)
+        in_pool = (slot >= 0) & (slot < pool_rows)
+        in_k = in_k & in_pool
+        in_v = in_v & in_pool
+    outs = load_head(raw + (row * HV + hv) * V, V, PV, 1)
+    gates = ()
+    if GATE != "":
+        gates = load_head(gate + row * traits.GATE_STRIDE + hv * V, V, PV, 1)
+    outs = norm_and_gate(outs, gates, norm_weight, norm_bias, hv, PV, GATE, traits)
+    out = tl.where(in_v, outs[0], 0.0)
+    tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
+    if W > 1:
+        history += slot * (W - 1) * C
+        push_head(x + row * traits.X_STRIDE, history, hv // (HV // H), hv, ks, vs, in_k, in_v, True, traits)
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
