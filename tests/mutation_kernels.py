@@ -122,7 +122,8 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "fused step: the feedback weakens the write, too", f"{TRITON}/decode/kernels/fused_step.py",
-        "writes = writes + (strength * traits.WRITE_FACTOR,)", "writes = writes + (erase * traits.WRITE_FACTOR,)",
+        "writes = writes + (strength * traits.WRITE_FACTOR,)",
+        "writes = writes + (erase_strength * traits.WRITE_FACTOR,)",
         "test-kernels", f"{FUSED_TEST}[comba-all]",
     ),
     Mutation(

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltazoo.backends.conformance.cache import REFERENCES
 from deltazoo.backends.conformance.cases import Case
 from deltazoo.backends.conformance.compare import Report, error_report, explain_nan, refusal
-from deltazoo.backends.conformance.pairwise import pairwise_cases
+from deltazoo.backends.conformance.pairwise import pairwise_with
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep, fused_decode_spec_reasons
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, short_conv
@@ -59,7 +59,7 @@ def make_fused_step(
 _FORMS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"}, ()),
     ({"taps": 2, "norm": "layer", "eps": 0.1, "gate": "sigmoid", "decay_bound": -5.0}, OPTIONS),
-    ({"taps": 0, "gate": "gelu", "beta_max": 0.5, "silu": "qk"}, ("skip",)),
+    ({"taps": 0, "gate": "gelu", "beta_max": 0.5, "silu": "qk", "temperature": 4.0}, ("skip",)),
     (
         {"taps": 1, "norm": "rms", "eps": 0.1, "gate": "none", "gate_first": True, "silu": "v"},
         ("bias", "each", "slots"),
@@ -78,8 +78,9 @@ def typical_step(spec: UpdateSpec, shape: Shape, form: int = 0) -> FusedDecodeSt
     if form >= len(_FORMS):
         fields |= {"gate": "", "gate_first": False}
     if not has_decay:
-        fields.pop("decay_bound", None)
-    fields["scale_v_by_dt"] = is_additive and spec.decay == "head" and "decay_bound" not in fields
+        fields = {name: value for name, value in fields.items() if name not in ("decay_bound", "temperature")}
+    has_dt = not {"decay_bound", "temperature"} & fields.keys()
+    fields["scale_v_by_dt"] = is_additive and spec.decay == "head" and has_dt
     unit = "" if is_additive or shape.K == 1 else "q" if spec.reparam != "none" else "qk"
     return make_fused_step(spec, shape.H, shape.HV, shape.K, shape.V, unit=unit, **fields)
 
@@ -117,8 +118,13 @@ def draw_step(
         operands["beta"] = gates[..., : n * step.HV]
     if spec.decay in ("head", "channel"):
         operands["decay"] = gates[..., n * step.HV : n * step.HV + step.decays]
-        operands["A_log"] = normal(step.HV, dtype=parameter_dtype)
-        operands["dt_bias"] = normal(step.decays, dtype=parameter_dtype)
+        if step.temperature is None:
+            operands["A_log"] = normal(step.HV, dtype=parameter_dtype)
+            operands["dt_bias"] = normal(step.decays, dtype=parameter_dtype)
+    if spec.decay == "fixed":
+        operands["log_decay"] = -normal(step.HV, dtype=parameter_dtype).exp()
+    if spec.beta == "channel":
+        operands |= {"erase": normal(B, 1, n * step.HV * step.K), "write": normal(B, 1, n * step.HV * step.V)}
     if spec.beta == "separate":
         operands |= {
             "feedback": normal(step.H, dtype=parameter_dtype),
@@ -152,6 +158,15 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
     if x.beta is not None:
         beta = x.beta.sigmoid().clamp(max=step.beta_max)
         update["beta"] = torch.unflatten(beta, -1, (n, -1)) if n > 1 else beta
+    if x.erase is not None and x.write is not None:
+        heads = (n, step.HV, -1) if n > 1 else (step.HV, -1)
+        for name in ("erase", "write"):
+            update[name] = torch.unflatten(getattr(x, name).sigmoid().clamp(max=step.beta_max), -1, heads)
+    if x.log_decay is not None:
+        update["log_decay"] = x.log_decay
+    if x.decay is not None and step.temperature is not None:
+        raw = torch.unflatten(x.decay, -1, (step.HV, step.K)) if step.spec.decay == "channel" else x.decay
+        update["log_decay"] = F.logsigmoid(raw) / step.temperature
     if x.decay is not None and x.A_log is not None and x.dt_bias is not None:
         rate, raw = x.A_log.exp(), x.decay + x.dt_bias
         if step.spec.decay == "channel":
@@ -179,19 +194,21 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
 def fused_cases(
     backend: Backend, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], specs: Sequence[UpdateSpec]
 ) -> list[Case]:
-    """Return a pairwise cover for `compare_step`; one case for a backend without a fused step."""
+    """Return a pairwise cover for `compare_step`, with forms as seeds; one case for a backend without a fused step."""
     if type(backend).fused_decode_step_ is Backend.fused_decode_step_:
         return [Case(specs[0], shapes[0], dtypes[0])]
     fusible = [spec for spec in specs if not fused_decode_spec_reasons(spec)]
-    return pairwise_cases(shapes, dtypes, fusible) if fusible else []
+    if not fusible:
+        return []
+    return [case._replace(seed=form) for case, form in pairwise_with(range(FORMS), shapes, dtypes, fusible)]
 
 
 def compare_step(backend: str | Backend, case: Case, device: torch.device | str = "cpu") -> Report:
     """Compare a backend's fused step with the reference in float64: o, states and history.
 
-    Uses the spec, sizes and dtype of the case; its seed, layout and state select the form of the step.
+    Uses the spec, sizes and dtype of the case; its seed selects the form of the step.
     """
-    form = case.seed % 2 + 2 * (case.layout == "strided") + 4 * (case.state == "none")
+    form = case.seed % FORMS
     case = case._replace(shape=case.shape._replace(B=3, T=1, lengths=()), regime="ordinary")
     backend, options = resolve(backend), _FORMS[form % len(_FORMS)][1]
     refused = refusal(backend, case, device, grad=False)

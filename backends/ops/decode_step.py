@@ -21,8 +21,11 @@ class FusedDecodeStep(NamedTuple):
         q = q - correction k                              with the last of the n keys
         beta = min(sigmoid(beta), beta_max)
         erase, write = sigmoid(feedback) beta, beta
+                       min(sigmoid(erase), beta_max), min(sigmoid(write), beta_max) per channel, with beta "channel"
         log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias); per head, or per head and key channel
                     decay_bound sigmoid(exp(A_log) (decay + dt_bias)) if `decay_bound` is set
+                    log(sigmoid(decay)) / temperature if `temperature` is set
+                    an operand, with decay "fixed"
         v~ = dt v                                         if `scale_v_by_dt`
         S, o = the update of `spec`, including its output scale
         o = o + skip v
@@ -30,13 +33,14 @@ class FusedDecodeStep(NamedTuple):
         o = o activation(gate)                            before the norm if `gate_first`
 
     Args:
-        spec: the update, with decay "none", "head" or "channel".
+        spec: the update, with any decay but "rate"; "fixed" is per head.
         H, HV, K, V: its sizes.
         parts: q, k and v, in this order, as consecutive channels of the projection.
         taps: W of the short convolution; 0 means none.
         beta_max: upper bound of beta.
         scale_v_by_dt: multiply the values by dt; needs decay "head".
         decay_bound: lower bound of the log decay (negative); None means none.
+        temperature: root of the sigmoid that is the decay; None: the decay is none. Not with `decay_bound`.
         norm: norm of the output; "" means none.
         eps: of the norm.
         gate: activation of the output gate; "" means no gate.
@@ -53,6 +57,7 @@ class FusedDecodeStep(NamedTuple):
     beta_max: float = 1.0
     scale_v_by_dt: bool = False
     decay_bound: float | None = None
+    temperature: float | None = None
     norm: Literal["", "rms", "layer"] = ""
     eps: float = 0.0
     gate: Literal["", "silu", "sigmoid", "gelu", "none"] = ""
@@ -83,9 +88,15 @@ class FusedDecodeStep(NamedTuple):
             shapes["bias"] = (C,)
         if self.spec.beta in ("head", "separate"):
             shapes["beta"] = (B, 1, self.spec.householders * HV)
-        if self.spec.decay in ("head", "channel"):
-            D = self.decays
-            shapes |= {"decay": (B, 1, D), "A_log": (HV,), "dt_bias": (D,)}
+        if self.spec.beta == "channel":
+            n = self.spec.householders
+            shapes |= {"erase": (B, 1, n * HV * self.K), "write": (B, 1, n * HV * self.V)}
+        if self.spec.decay == "fixed":
+            shapes["log_decay"] = (HV,)
+        elif self.spec.decay in ("head", "channel"):
+            shapes["decay"] = (B, 1, self.decays)
+            if self.temperature is None:
+                shapes |= {"A_log": (HV,), "dt_bias": (self.decays,)}
         if self.spec.beta == "separate":
             shapes |= {"feedback": (self.H,), "correction": (self.H,)}
         if inputs.skip is not None:
@@ -115,6 +126,8 @@ class FusedDecodeInputs(NamedTuple):
         skip: [HV].
         norm_weight, norm_bias: [V], or [HV V].
         gate: [B, 1, HV V], before its activation.
+        log_decay: [HV], of a fixed decay.
+        erase, write: [B, 1, n HV K] and [B, 1, n HV V], before the sigmoid.
     """
 
     qkv: Tensor
@@ -131,15 +144,16 @@ class FusedDecodeInputs(NamedTuple):
     norm_weight: Tensor | None = None
     norm_bias: Tensor | None = None
     gate: Tensor | None = None
+    log_decay: Tensor | None = None
+    erase: Tensor | None = None
+    write: Tensor | None = None
 
 
 def fused_decode_spec_reasons(spec: UpdateSpec) -> list[str]:
     """Return the reasons why decode steps with this spec cannot be fused; [] if they can."""
     reasons = []
-    if spec.decay not in ("none", "head", "channel"):
-        reasons.append(f"decay must be 'none', 'head' or 'channel' in a fused step, got {spec.decay!r}.")
-    if spec.beta == "channel":
-        reasons.append("beta must be 'none', 'head' or 'separate' in a fused step, got 'channel'.")
+    if spec.decay == "rate":
+        reasons.append("decay must be 'none', 'fixed', 'head' or 'channel' in a fused step, got 'rate'.")
     if spec.erase_key == "own":
         reasons.append("erase_key must be 'key' in a fused step, got 'own'.")
     if spec.transition == "dplr":

@@ -158,6 +158,8 @@ def _check_sizes(step: FusedDecodeStep) -> None:
         raise ShapeError(f"the heads of v must be a multiple of the heads of q, got HV={step.HV}, H={step.H}")
     if step.scale_v_by_dt and step.spec.decay != "head":
         raise OperandError(f"scale_v_by_dt must be False with decay={step.spec.decay!r}: there is no dt, got True")
+    if step.temperature is not None and (step.scale_v_by_dt or step.decay_bound is not None):
+        raise OperandError(f"temperature must be None with scale_v_by_dt or decay_bound, got {step.temperature}")
 
 
 def _check_states(states: Tensor, slots: Tensor | None, x: Tensor, sizes: tuple[int, int, int]) -> None:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.mixers.core.decode_maps import apply_maps
 from deltazoo.mixers.core.part import Fusible, StatelessOutputPart
 
 
@@ -24,12 +26,17 @@ class DecodeFusion(NamedTuple):
     fused_parts: dict[str, Fusible]
     remaining: list[StatelessOutputPart]
 
-    def inputs(self, x_B1D: Tensor, history: Tensor | None) -> FusedDecodeInputs:
-        """Compute the operands of the step. Args: x_B1D: input of the mixer; history: state of the convolution."""
+    def inputs(self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None = None) -> FusedDecodeInputs:
+        """Compute the operands of the step.
+
+        Args: x_B1D: input of the mixer, before `norm` if it is given; history: state of the convolution.
+        """
         operands = {} if history is None else {"history": history}
+        maps: dict[str, nn.Module] = {}
         for part in self.fused_parts.values():
-            operands |= part.fused_inputs(x_B1D)
-        return FusedDecodeInputs(**operands)
+            operands |= part.fused_parameters(x_B1D)
+            maps |= part.fused_maps()
+        return FusedDecodeInputs(**operands, **apply_maps(x_B1D, maps, norm))
 
 
 class FusionPlan(NamedTuple):

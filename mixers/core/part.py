@@ -149,9 +149,13 @@ class Fusible(nn.Module, ABC):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         """Return the step extended by this part, or None if the step cannot express it."""
 
-    @abstractmethod
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        """Return this part's operands of the fused step by name. Args: x: [B, 1, D], input of the mixer."""
+    def fused_maps(self) -> dict[str, nn.Module]:
+        """Return the maps of the mixer's input that compute operands of the fused step, by operand."""
+        return {}
+
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
+        """Return this part's other operands of the fused step by name. Args: x: gives the device and dtype."""
+        return {}
 
 
 class HasBackend(ABC):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.rms_norm import add_rms_norm, apply_gate, gated_rms_norm, refusals
 from deltazoo.backends.ops.rms_norm import rms_norm as rms_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
@@ -153,7 +154,7 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
             return None
         return step._replace(norm=self.kind, eps=self.eps)
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
         inputs = {"norm_weight": self.weight, "norm_bias": self.bias}
         return {name: parameter for name, parameter in inputs.items() if parameter is not None}
 
@@ -234,6 +235,12 @@ class SharedLayerNorm(OperandPart):
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps:g}"
+
+
+def norm_before_product(norm: RMSNorm) -> Norm | None:
+    """Return what a product needs to compute the norm of its input; None if the norm is not plain, or has no weight."""
+    scale = norm.scale() if type(norm) is RMSNorm and is_plain(norm) else None
+    return None if scale is None else Norm(scale, norm.eps)
 
 
 def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:

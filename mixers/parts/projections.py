@@ -118,13 +118,14 @@ class QKVProjection(Groupable, Fusible, Stateful):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        inputs = {"qkv": self.to_qkv(x)}
-        if self.conv is not None:
-            inputs["weight"] = self.conv.weight
-            if self.conv.bias is not None:
-                inputs["bias"] = self.conv.bias
-        return inputs
+    def fused_maps(self) -> dict[str, nn.Module]:
+        return {"qkv": self.to_qkv}
+
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
+        if self.conv is None:
+            return {}
+        bias = {} if self.conv.bias is None else {"bias": self.conv.bias}
+        return {"weight": self.conv.weight, **bias}
 
 
 class ShareKeyValues(OperandPart):

@@ -38,7 +38,7 @@ class Skip(OutputPart, Fusible):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if not step.norm and not step.gate and step.spec.householders == 1 else None
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
         return {"skip": self.D}
 
 

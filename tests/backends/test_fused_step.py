@@ -76,6 +76,18 @@ STEPS = {
         UpdateSpec(decay="channel", beta="head", erase_from="previous"), HV=2, decay_bound=-5.0
     ),
     "gla": make_fused_step(UpdateSpec(decay="channel", transition="additive"), unit=""),
+    "sigmoid of channels": make_fused_step(
+        UpdateSpec(decay="channel", transition="additive"), unit="", temperature=16.0
+    ),
+    "sigmoid": make_fused_step(UpdateSpec(decay="head", transition="additive"), unit="", temperature=2.0, taps=0),
+    "fixed decay": make_fused_step(UpdateSpec(decay="fixed", transition="additive", scale=1.0), gate="sigmoid"),
+    "strengths of channels": make_fused_step(UpdateSpec(decay="channel", beta="channel"), gate="sigmoid"),
+    "strengths of channels, longhorn": make_fused_step(
+        UpdateSpec(decay="head", beta="channel", reparam="longhorn", negative_eigenvalues="off"), unit="q"
+    ),
+    "strengths of channels, householders": make_fused_step(
+        UpdateSpec(beta="channel", householders=2, negative_eigenvalues="both"), beta_max=1 - 2**-7
+    ),
     "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), beta_max=1 - 2**-7),
     "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), beta_max=0.5),
     "negative without beta": make_fused_step(UpdateSpec(negative_eigenvalues="both")),
@@ -164,7 +176,15 @@ def test_kernel_matches_the_reference_for_each_norm_and_gate(name, form):
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "options"),
-    cover(list(STEPS), list(OPTIONS), [("gated delta", "slots"), ("mamba2", "all"), ("no convolution", "all")]),
+    [
+        ("gated delta", "slots"),
+        ("mamba2", "all"),
+        ("no convolution", "all"),
+        ("householders, before", "none"),
+        ("layer norm after the gate", "all"),
+        ("strengths of channels, householders", "slots"),
+        ("additive", "none"),
+    ],
 )
 def test_a_head_split_over_programs_equals_the_reference_step(name, options, monkeypatch):
     step = STEPS[name]
@@ -435,8 +455,9 @@ def test_mixers_that_fuse():
         if registry.owner(registry.MIXERS, name).startswith("deltazoo ")
     ]
     assert {name for name in builtin if fuses(mixers.parse({"mixer": name}))} == {
-        "comba", "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltaproduct", "gated_efla",
-        "gated_longhorn", "kda", "longhorn", "mamba2",
+        "comba", "deltanet", "deltaproduct", "efla", "gated_deltanet", "gated_deltanet2",
+        "gated_deltaproduct", "gated_efla", "gated_longhorn", "gla", "kda", "lightning_attention", "longhorn", "mamba2",
+        "simple_gla",
     }  # fmt: skip
 
 
@@ -754,10 +775,12 @@ def test_unsupported_steps_are_refused_with_reasons():
     assert fused.unsupported(step._replace(V=513)) == ["V must be at most 512 in a fused step, got 513."]
     many = make_fused_step(UpdateSpec(beta="head", householders=5), V=128, K=128)
     assert fused.unsupported(many) == ["householders must be at most 4 in a fused step with V = 128, got 5."]
-    fixed = step._replace(spec=UpdateSpec(decay="fixed", beta="head"))
+    rate = step._replace(spec=UpdateSpec(decay="rate", transition="additive"))
     own = step._replace(spec=UpdateSpec(decay="head", beta="head", erase_key="own"))
     assert fused.unsupported(own) == ["erase_key must be 'key' in a fused step, got 'own'."]
-    assert fused.unsupported(fixed) == ["decay must be 'none', 'head' or 'channel' in a fused step, got 'fixed'."]
+    assert fused.unsupported(rate) == [
+        "decay must be 'none', 'fixed', 'head' or 'channel' in a fused step, got 'rate'."
+    ]
     parts = (*step.parts[:2], step.parts[2]._replace(unit=20))
     assert fused.unsupported(step._replace(parts=parts)) == [
         "heads of q and k alone, of K = 12 channels, may have a norm, got [12, 12, 20]."

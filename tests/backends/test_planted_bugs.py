@@ -401,6 +401,7 @@ WRONG_FUSED_STEPS = {
     "beta_max": Fuses(beta_max=1.0),
     "scale_v_by_dt": Fuses(scale_v_by_dt=False),
     "decay_bound": Fuses(decay_bound=None),
+    "temperature": Fuses(temperature=5.0),
     "norm": Fuses(norm="rms"),
     "eps": Fuses(eps=1e-3),
     "activation": Fuses(gate="silu"),

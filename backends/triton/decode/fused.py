@@ -99,6 +99,7 @@ class StepOptions(NamedTuple):
     beta_max: float
     eps: float
     decay_bound: float | None
+    temperature: float | None
 
     @classmethod
     def of(cls, step: FusedDecodeStep) -> "StepOptions":
@@ -122,6 +123,7 @@ class StepOptions(NamedTuple):
             beta_max=step.beta_max,
             eps=step.eps,
             decay_bound=step.decay_bound,
+            temperature=step.temperature,
         )
 
 
@@ -148,7 +150,14 @@ def begin_fused_step(
 
 def _fused_impl(*arguments: Any) -> Tensor:
     inputs, states, slots, options, config = _named(arguments)
-    row_strided = ("qkv", "beta", "decay", "gate")  # slices of one projection: their rows may be apart
+    row_strided = (
+        "qkv",
+        "beta",
+        "decay",
+        "gate",
+        "erase",
+        "write",
+    )  # slices of one projection: their rows may be apart
     x = FusedDecodeInputs(**{
         name: t if t is None or (name in row_strided and t.stride(2) == 1) else t.contiguous()
         for name, t in inputs._asdict().items()
@@ -194,10 +203,12 @@ def _launch(
     norm_q, norm_k = options.l2_norm
     traits = StepTraits(
         X_STRIDE=x.qkv.stride(0), BETA_STRIDE=_row_stride(x.beta), DECAY_STRIDE=_row_stride(x.decay),
-        GATE_STRIDE=_row_stride(x.gate), H=H, HV=HV, K=K, V=V, BK=BK, PV=power_of_two(V), BV=BV, STEPS=n, W=W,
+        ERASE_STRIDE=_row_stride(x.erase), WRITE_STRIDE=_row_stride(x.write), GATE_STRIDE=_row_stride(x.gate),
+        H=H, HV=HV, K=K, V=V, BK=BK, PV=power_of_two(V), BV=BV, STEPS=n, W=W,
         BIAS=x.bias is not None, SILU_Q=silu_q, SILU_K=silu_k, SILU_V=silu_v, NORM_Q=norm_q, NORM_K=norm_k,
-        NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_MAX=options.beta_max, DECAY=x.decay is not None,
-        DECAY_CHANNELS=_has_channel_decay(x, HV), DECAY_BOUND=options.decay_bound,
+        NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_CHANNELS=x.write is not None, BETA_MAX=options.beta_max,
+        DECAY=x.decay is not None or x.log_decay is not None, DECAY_CHANNELS=_has_channel_decay(x, HV),
+        DECAY_BOUND=options.decay_bound, TEMPERATURE=options.temperature, FIXED=x.log_decay is not None,
         SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
         REPARAM=options.reparam, ERASE_FACTOR=options.erase_factor, WRITE_FACTOR=options.write_factor,
         FEEDBACK=x.feedback is not None, ERASE_PREVIOUS=options.erase_from == "previous",
@@ -237,7 +248,8 @@ def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int,
     B, (_, HV, K, V), device = x.qkv.shape[0], states.shape, device_of(x.qkv)
     problem = Problem(
         x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, erase_key=False,
-        decay="none" if x.decay is None else "channel" if _has_channel_decay(x, HV) else "head", packed=False,
+        decay="fixed" if x.log_decay is not None else "none" if x.decay is None
+        else "channel" if _has_channel_decay(x, HV) else "head", packed=False,
     )  # fmt: skip
     select = launch_config if n == 1 and not config else _heuristic
     launch = select(problem, device_spec(device.index)).fused_step
@@ -252,7 +264,7 @@ def _heuristic(problem: Problem, device: DeviceSpec) -> LaunchConfig:
 
 def _has_channel_decay(x: FusedDecodeInputs, HV: int) -> bool:
     """Whether the decay is per channel. For K = 1 both kinds are the same."""
-    return x.dt_bias is not None and x.dt_bias.shape[0] != HV
+    return x.decay is not None and x.decay.shape[2] != HV
 
 
 def _row_stride(x: Tensor | None) -> int:
@@ -267,12 +279,12 @@ def _fused_fake(*arguments: Any) -> Tensor:
 _INPUTS = (
     "Tensor qkv, Tensor? weight, Tensor? bias, Tensor(a!)? history, Tensor? beta, Tensor? decay, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? feedback, Tensor? correction, Tensor? skip, Tensor? norm_weight, Tensor? norm_bias, "
-    "Tensor? gate"
+    "Tensor? gate, Tensor? log_decay, Tensor? erase, Tensor? write"
 )
 _OPTIONS = (
     "int heads, bool[] silu, bool[] l2_norm, bool delta, str erase_from, str read, bool scale_v_by_dt, "
     "bool gate_before_norm, str reparam, str norm, str activation, float scale, float erase_factor, "
-    "float write_factor, float beta_max, float eps, float? decay_bound"
+    "float write_factor, float beta_max, float eps, float? decay_bound, float? temperature"
 )
 _fused_op = operator(
     f"triton_fused_step_({_INPUTS}, Tensor(b!) states, Tensor? slots, {_OPTIONS}, str config) -> Tensor",

@@ -6,7 +6,7 @@ B batch, T time, D width, HV value heads, K key width, V value width, n househol
 from collections.abc import Sequence
 
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
@@ -53,14 +53,14 @@ class Beta(LinearPart, Groupable, Fusible):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(beta_max=self.max_beta) if step.spec.beta in ("head", "separate") else None
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        return {"beta": self.proj(x)}
+    def fused_maps(self) -> dict[str, nn.Module]:
+        return {"beta": self.proj}
 
     def extra_repr(self) -> str:
         return f"max_beta={self.max_beta}"
 
 
-class ChannelBeta(OperandPart):
+class ChannelBeta(OperandPart, Fusible):
     """erase = sigmoid(W_b x) per key channel and write = sigmoid(W_w x) per value channel, float32.
 
     See `max_beta` for their upper bound.
@@ -72,7 +72,7 @@ class ChannelBeta(OperandPart):
     def __init__(self, shape: HeadShape, spec: UpdateSpec, erase_heads: int | None = None) -> None:
         super().__init__()
         self.householders, self.widths = shape.householders, (shape.key_width, shape.value_width)
-        self.max_beta = max_beta(spec)
+        self.max_beta, self.shares = max_beta(spec), erase_heads not in (None, shape.value_heads)
         erase = (erase_heads or shape.value_heads) * shape.key_width
         self.to_erase = projection(shape.width, self.householders * erase)
         self.to_write = projection(shape.width, self.householders * shape.value_heads * shape.value_width)
@@ -85,6 +85,14 @@ class ChannelBeta(OperandPart):
             for linear, width in zip((self.to_erase, self.to_write), self.widths, strict=True)
         )
         return inputs._replace(erase=erase, write=write), None
+
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        if step.spec.beta != "channel" or self.shares:
+            return None
+        return step._replace(beta_max=self.max_beta)
+
+    def fused_maps(self) -> dict[str, nn.Module]:
+        return {"erase": self.to_erase, "write": self.to_write}
 
     def _beta(self, raw: Tensor, width: int) -> Tensor:
         beta = _bounded_sigmoid(raw, self.max_beta)

@@ -106,14 +106,17 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
             return None
         return step._replace(decay_bound=self.bound, scale_v_by_dt=self.writes and self.bound is None)
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        return {"decay": self.proj(x), "A_log": self.A_log, "dt_bias": self.dt_bias}
+    def fused_maps(self) -> dict[str, nn.Module]:
+        return {"decay": self.proj}
+
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
+        return {"A_log": self.A_log, "dt_bias": self.dt_bias}
 
     def extra_repr(self) -> str:
         return f"per={self.per!r}, writes={self.writes}"
 
 
-class SigmoidDecay(OperandPart, Stateful):
+class SigmoidDecay(OperandPart, Fusible, Stateful):
     """log_decay = log(f) / temperature with f = sigmoid(W x + b), the decay of GLA.
 
     Args:
@@ -172,11 +175,19 @@ class SigmoidDecay(OperandPart, Stateful):
             log_decay = rearrange(log_decay, "b t (h k) -> b t h k", h=self.heads)
         return inputs._replace(log_decay=log_decay), state
 
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        if step.spec.decay != self.per or self.floor is not None or self.conv is not None:
+            return None
+        return step._replace(temperature=self.temperature)
+
+    def fused_maps(self) -> dict[str, nn.Module]:
+        return {"decay": self.proj}
+
     def extra_repr(self) -> str:
         return f"per={self.per!r}, temperature={self.temperature:g}"
 
 
-class FixedDecay(OperandPart):
+class FixedDecay(OperandPart, Fusible):
     """log_decay_h = log(1 - 2^(-5 - h)) for value head h, constant in time.
 
     Source: RetNet 2307.08621, equation 8.
@@ -189,11 +200,20 @@ class FixedDecay(OperandPart):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        head_HV = torch.arange(self.heads, device=x.device, dtype=state_dtype(inputs.q.dtype))
-        return inputs._replace(log_decay=torch.log1p(-torch.exp2(-5 - head_HV))), None
+        return inputs._replace(log_decay=self._log_decay(inputs.q)), None
+
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        return step if step.spec.decay == "fixed" else None
+
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
+        return {"log_decay": self._log_decay(x)}
+
+    def _log_decay(self, like: Tensor) -> Tensor:
+        head_HV = torch.arange(self.heads, device=like.device, dtype=state_dtype(like.dtype))
+        return torch.log1p(-torch.exp2(-5 - head_HV))
 
 
-class SlopeDecay(OperandPart):
+class SlopeDecay(OperandPart, Fusible):
     """log_decay_h = -s_h (1 - l / (L - 1) + 1e-5) for value head h in layer l of L, with l / (L - 1) = 0 if L = 1.
 
     Args: slopes: "power": s_h = 2^(-8 (h + 1) / HV). "alibi": the same if HV is a power of two; otherwise, with P the
@@ -211,10 +231,19 @@ class SlopeDecay(OperandPart):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        head_HV = torch.arange(1, self.heads + 1, device=x.device, dtype=state_dtype(inputs.q.dtype))
+        return inputs._replace(log_decay=self._log_decay(inputs.q)), None
+
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        return step if step.spec.decay == "fixed" else None
+
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
+        return {"log_decay": self._log_decay(x)}
+
+    def _log_decay(self, like: Tensor) -> Tensor:
+        head_HV = torch.arange(1, self.heads + 1, device=like.device, dtype=state_dtype(like.dtype))
         first = self.heads if self.slopes == "power" else 2 ** (self.heads.bit_length() - 1)
         exponent_HV = torch.where(head_HV > first, (8 * (head_HV - first) - 4) / first, 8 * head_HV / first)
-        return inputs._replace(log_decay=-self.factor * torch.exp2(-exponent_HV)), None
+        return -self.factor * torch.exp2(-exponent_HV)
 
     def extra_repr(self) -> str:
         return f"factor={self.factor:g}, slopes={self.slopes!r}"

@@ -73,8 +73,8 @@ class OutputGate(StatelessOutputPart, Groupable, Fusible):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step._replace(gate=self.activation, gate_first=not step.norm) if not step.gate else None
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
-        return {"gate": self.proj(x)}
+    def fused_maps(self) -> dict[str, nn.Module]:
+        return {"gate": self.proj}
 
     def extra_repr(self) -> str:
         return repr(self.activation)

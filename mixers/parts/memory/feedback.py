@@ -59,7 +59,7 @@ class Feedback(OperandPart, Fusible):
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         return step if step.spec.beta == "separate" and not self.norm_after else None
 
-    def fused_inputs(self, x: Tensor) -> dict[str, Tensor]:
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
         return {"feedback": self.b, "correction": self.d}
 
     def extra_repr(self) -> str:

@@ -44,11 +44,16 @@ class StepTraits(NamedTuple):
     NORM_Q: bool  # q and k are divided by their L2 norms
     NORM_K: bool
     NORM_QK_EPS: float
+    ERASE_STRIDE: int
+    WRITE_STRIDE: int
     BETA: bool  # beta is an operand; else 1
+    BETA_CHANNELS: bool  # erase and write are operands, strengths per channel
     BETA_MAX: float
     DECAY: bool
     DECAY_CHANNELS: bool  # a decay per key channel: decay [B, HV K], dt_bias [HV K]
     DECAY_BOUND: float | None  # log decay = DECAY_BOUND sigmoid(exp(A_log) (decay + dt_bias)) instead
+    TEMPERATURE: float | None  # log decay = log(sigmoid(decay)) / TEMPERATURE instead
+    FIXED: bool  # log decay is an operand [HV] instead
     SCALE_V_BY_DT: bool
     DELTA: bool
     REPARAM: str  # "none", "efla" or "longhorn"
@@ -112,6 +117,12 @@ def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
     if NORM:
         y *= tl.rsqrt(tl.sum(y * y, 0) + EPS)
     return y
+
+
+@triton.jit
+def strength_of(x, MAX: tl.constexpr):
+    """Return min(sigmoid(x), MAX)."""
+    return tl.minimum(tl.sigmoid(x.to(tl.float32)), MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -197,16 +208,16 @@ def norm_and_gate(outs, gates, norm_weight, norm_bias, hv, BV: tl.constexpr, GAT
 @triton.jit(do_not_specialize=["pool_rows"])
 def fused_step_kernel(
     x, weight, bias, history, beta, decay, A_log, dt_bias, feedback, correction, skip, norm_weight, norm_bias, gate,
-    states, slots, o, scale, pool_rows, traits: tl.constexpr,
+    log_decay, erase, write, states, slots, o, scale, pool_rows, traits: tl.constexpr,
 ):  # fmt: skip
     """Decode one token of one value head.
 
     Grid: row, value head; with SPLIT also tile of BV columns. Each program processes BV columns of its state at a time
     and prefetches the next BV.
 
-    Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], gate [B, HV V], each with its row stride;
-    weight [C, W]; bias [C]; A_log, skip [HV]; dt_bias [HV] or [HV K]; feedback, correction [H]; norm_weight,
-    norm_bias [V] or [HV V]; slots [B] int64, the pool row of each row.
+    Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], erase [B, STEPS HV K], write [B, STEPS HV V],
+    gate [B, HV V], each with its row stride; weight [C, W]; bias [C]; A_log, log_decay, skip [HV]; dt_bias [HV] or
+    [HV K]; feedback, correction [H]; norm_weight, norm_bias [V] or [HV V]; slots [B] int64, the pool row of each row.
     Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place; with shared key heads (H < HV) not
     the history of q and k, which push_kernel updates. Writes o [B, HV, V]. With SPLIT it updates no history, and o is
     float32, before the norm and the gate.
@@ -258,30 +269,44 @@ def fused_step_kernel(
         k = convolve(x, weight, bias, history, channel, in_k, C, W, traits.BIAS, traits.SILU_K)
         k = l2_normalize(k, traits.NORM_K, traits.NORM_QK_EPS)
         strength = tl.full((), 1.0, tl.float32)
+        erase_key = k
         if traits.BETA:
-            strength = tl.sigmoid(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
-            strength = tl.minimum(strength, traits.BETA_MAX, propagate_nan=tl.PropagateNan.ALL)
+            strength = strength_of(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv), traits.BETA_MAX)
+        if traits.BETA_CHANNELS:
+            at_erase = erase + row * traits.ERASE_STRIDE + (m * HV + hv) * K + ks
+            erase_key *= strength_of(tl.load(at_erase, mask=in_k, other=0.0), traits.BETA_MAX)
         if traits.REPARAM != "none":
-            strength, _, _ = step_size(strength, tl.sum(k * k, 0), traits.REPARAM == "efla")
-        erase = strength * traits.ERASE_FACTOR
+            strength, _, _ = step_size(strength, tl.sum(k * erase_key, 0), traits.REPARAM == "efla")
+        erase_strength = strength * traits.ERASE_FACTOR
         if traits.FEEDBACK:
-            erase *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
+            erase_strength *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
         keys = keys + (k,)
-        erases = erases + (k * erase,)
+        erases = erases + (erase_key * erase_strength,)
         writes = writes + (strength * traits.WRITE_FACTOR,)
     if traits.FEEDBACK:
         q -= tl.load(correction + h).to(tl.float32) * keys[STEPS - 1]
     decay_factor = 1.0
-    if traits.DECAY:
+    if traits.FIXED:
+        decay_factor = tl.exp(tl.load(log_decay + hv).to(tl.float32))
+    if traits.DECAY and not traits.FIXED:
         decay += row * traits.DECAY_STRIDE
         if traits.DECAY_CHANNELS:
             raw = tl.load(decay + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
-            raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
         else:
-            raw = tl.load(decay + hv).to(tl.float32) + tl.load(dt_bias + hv).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-        dt = softplus(raw)
-        decay_factor = tl.exp(-rate * dt if traits.DECAY_BOUND is None else traits.DECAY_BOUND * tl.sigmoid(rate * raw))
+            raw = tl.load(decay + hv).to(tl.float32)
+        if traits.TEMPERATURE is not None:
+            decay_factor = tl.exp(softplus(-raw) / -traits.TEMPERATURE)
+        else:
+            if traits.DECAY_CHANNELS:
+                raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+            else:
+                raw += tl.load(dt_bias + hv).to(tl.float32)
+            rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+            dt = softplus(raw)
+            if traits.DECAY_BOUND is None:
+                decay_factor = tl.exp(-rate * dt)
+            else:
+                decay_factor = tl.exp(traits.DECAY_BOUND * tl.sigmoid(rate * raw))
         if traits.DECAY_CHANNELS:
             decay_factor = decay_factor[:, None]
 
@@ -304,6 +329,9 @@ def fused_step_kernel(
             channel = (1 + STEPS) * H * K + (m * HV + hv) * V + vs
             v = convolve(x, weight, bias, history, channel, in_v, C, W, traits.BIAS, traits.SILU_V)
             u = v * writes[m]
+            if traits.BETA_CHANNELS:
+                at_write = write + row * traits.WRITE_STRIDE + (m * HV + hv) * V + vs
+                u *= strength_of(tl.load(at_write, mask=in_v, other=0.0), traits.BETA_MAX)
             if traits.SCALE_V_BY_DT:
                 u *= dt
             S, _ = micro_step(
