@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import tf32_allowed
 from deltazoo.backends.triton.operands import with_token_stride
-from deltazoo.backends.triton.problem import device_spec
+from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -22,8 +22,9 @@ Phase = Literal["forward", "queries", "keys"]
 
 SUM_ROWS = 1024  # tokens that a program of the sums adds at once
 _MIN_TILE = 16
-_PROGRAMS_PER_PROCESSOR = 4  # of a decode step
-_MAX_PARTS = 64
+_PROGRAMS_PER_PROCESSOR = 4  # of a decode step; twice as many if heads are narrow
+_NARROW = 64
+_MAX_PARTS = 32
 
 
 class AttentionLaunch(NamedTuple):
@@ -155,15 +156,17 @@ def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: floa
     (B, H, E), (S, G, V) = q.shape, v.shape[1:]
     BE, BV = (max(16, power_of_two(width)) for width in (E, V))
     tile = max(16, min(64, 16384 // (max(BE, BV) * q.dtype.itemsize)))
-    programs = _PROGRAMS_PER_PROCESSOR * device_spec(device_of(q).index).processors
+    device = device_spec(device_of(q).index)
+    programs = _PROGRAMS_PER_PROCESSOR * (2 if max(E, V) <= _NARROW else 1) * device.processors
+    overlap = architecture(device) == "sm90"
     parts = power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, B * G), cdiv(S, 2 * tile))))
     rows = max(16, power_of_two(H // G))
     precision = "tf32" if tf32_allowed() else "tf32x3"
-    traits = {"traits": DecodeTraits(H, G, E, V, BE, BV, rows, tile, parts, scale, precision)}
+    traits = {"traits": DecodeTraits(H, G, E, V, BE, BV, rows, tile, parts, scale, precision, overlap)}
     partial, lse = (q.new_empty(B, H, parts, *shape, dtype=torch.float32) for shape in ((V,), ()))
     tensors = {"q": q, "k": k, "v": v, "ends": ends, "partial": partial, "lse": lse, "o": o}
-    launcher(decode_attention_kernel, tensors, traits, Options(4, 3))(B * G * parts, {"S": S})
-    launcher(combine_parts_kernel, tensors, traits, Options(1))(B * H, {})
+    launcher(decode_attention_kernel, tensors, traits, Options(4, 3, overlap=overlap))(B * G * parts, {"S": S})
+    launcher(combine_parts_kernel, tensors, traits, Options(1, overlap=overlap))(B * H, {})
 
 
 def _launch_of(phase: Phase, x: Operands) -> AttentionLaunch:

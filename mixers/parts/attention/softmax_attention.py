@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.ops import forgetting_attention as decode_kernel
 from deltazoo.backends.torch_ext.modes import functorch_is_active, values_are_readable
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
@@ -73,6 +74,24 @@ def attend_cache(q: Tensor, cache: KVCache, scale: float, position_BT: Tensor, w
     if window is not None:
         visible_BTS = visible_BTS & (position_BS[:, None] > position_BT[..., None] - window)
     return sdpa(q, cache.k.to(q.dtype), cache.v.to(q.dtype), scale, visible_BTS[:, None])
+
+
+def decode_refusals(q: Tensor, cache: KVCache) -> list[str]:
+    """Return why `attend_last` does not compute the attention of queries [B, 1, H, E], one sentence each."""
+    if torch.is_grad_enabled():
+        return ["it has no gradients with a cache."]
+    if q.dtype != cache.k.dtype:
+        return [f"it needs a cache in {q.dtype}, the dtype of q, got {cache.k.dtype}."]
+    return decode_kernel.refusals(q)
+
+
+def attend_last(q: Tensor, cache: KVCache, scale: float) -> Tensor:
+    """Attend from the last token of each row to its cached tokens, by a kernel that reads the filled slots alone.
+
+    Args: q: [B, 1, H, E], without `decode_refusals`; cache: it includes the token.
+    Returns: [B, 1, H, E].
+    """
+    return decode_kernel.decode_attention(q, cache.k, cache.v, cache.position.clamp(max=cache.k.shape[1]), scale)
 
 
 def attend_packed(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
 
 class DecodeTraits(NamedTuple):
@@ -22,7 +23,7 @@ class DecodeTraits(NamedTuple):
     Args:
         H, G, E, V: sizes. BE, BV: the powers of two from E and V on, at least 16.
         ROWS: the power of two from H / G on, at least 16. BN: keys of a tile. PARTS: P, a power of two.
-        SCALE: factor of q . k. PREC: input precision of float32 products.
+        SCALE: factor of q . k. PREC: input precision of float32 products. OVERLAP: see device/overlap.py.
     """
 
     H: int
@@ -36,6 +37,7 @@ class DecodeTraits(NamedTuple):
     PARTS: int
     SCALE: float
     PREC: str
+    OVERLAP: bool
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -49,6 +51,9 @@ def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr
     ROWS: tl.constexpr = traits.ROWS
     BN: tl.constexpr = traits.BN
     BV: tl.constexpr = traits.BV
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
     part = tl.program_id(0) % traits.PARTS
     g = tl.program_id(0) // traits.PARTS % traits.G
     b = tl.program_id(0) // (traits.PARTS * traits.G)
@@ -87,6 +92,9 @@ def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr
 @triton.jit
 def combine_parts_kernel(partial, lse, o, traits: tl.constexpr):
     """Combine the parts of a head. Grid: B x H. Reads partial and lse. Writes o [B, H, V]; 0 for an empty cache."""
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
     row = tl.cast(tl.program_id(0), tl.int64)
     part = tl.arange(0, traits.PARTS)
     c = tl.arange(0, traits.BV)[None, :]
