@@ -12,9 +12,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.ops.gemv import Norm, add_product
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.decode_maps import apply_maps, reads_weight
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
@@ -26,7 +30,14 @@ from deltazoo.mixers.parts.attention.caches import (
     empty_cache,
     required_capacity,
 )
-from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed, attend_ring_buffer
+from deltazoo.mixers.parts.attention.softmax_attention import (
+    attend,
+    attend_cache,
+    attend_last,
+    attend_packed,
+    attend_ring_buffer,
+    decode_refusals,
+)
 from deltazoo.mixers.parts.attention.split_attention import (
     attend_cached_split,
     attend_split,
@@ -182,27 +193,47 @@ class AttentionMixer(Mixer):
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             self._check_cache(state, x_BTD, context)
-        q, k, v = self._operands(x_BTD, None if state is None else state.position, context)
+        qkv_BTC = self.to_qkv(x_BTD)
+        q, k, v = self._operands(qkv_BTC, None if state is None else state.position, context)
         if context.parallel is not None and state is None:
             o_BTHE = attend_split(q, k, v, self.scale, self.window, context.parallel)
         elif state is None:
             o_BTHE = attend(q, k, v, self.scale, self.window, context.cu_seqlens)
         else:
             o_BTHE, state = self._attend_cached(q, k, v, state, context)
+        o_BTC = rearrange(o_BTHE, "b t h e -> b t (h e)")
         if self.to_gate is not None:
-            gate = self.to_gate(x_BTD).view(o_BTHE.shape)
-            o_BTHE = (o_BTHE * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o_BTHE.dtype)
-        return MixerOutput(undo_left_align(self.out(rearrange(o_BTHE, "b t h e -> b t (h e)")), order), state)
+            o_BTC = _apply_gate(o_BTC, self.to_gate(x_BTD))
+        return MixerOutput(undo_left_align(self.out(o_BTC), order), state)
 
-    def _operands(self, x_BTD: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.to_qkv(x_BTD).split(self.sizes, dim=-1)
+    def residual_step(self, x: Tensor, norm: Norm, state: KVCache, context: Context) -> MixerOutput | None:
+        has_norms = type(self.q_norm) in (nn.Identity, RMSNorm) and is_plain(self.q_norm) and is_plain(self.k_norm)
+        if context.mask is not None or context.cu_seqlens is not None or context.parallel is not None or not has_norms:
+            return None
+        if not reads_weight(self.out, x):
+            return None
+        x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
+        self._check_cache(state, x_B1D, context)
+        maps: dict[str, nn.Module] = {"qkv": self.to_qkv}
+        if self.to_gate is not None:
+            maps["gate"] = self.to_gate
+        mapped = apply_maps(x_B1D, maps, norm)
+        q, k, v = self._operands(mapped["qkv"], state.position, context)
+        o_B1HE, state = self._attend_cached(q, k, v, state, context)
+        o_B1C = rearrange(o_B1HE, "b t h e -> b t (h e)")
+        if self.to_gate is not None:
+            o_B1C = _apply_gate(o_B1C, mapped["gate"])
+        return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state)
+
+    def _operands(self, qkv_BTC: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv_BTC.split(self.sizes, dim=-1)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (rearrange(stream, "b t (h e) -> b t h e", e=self.head_width) for stream in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.theta is not None:
-            position_BT = positions(x_BTD, offset_N, context)
+            position_BT = positions(qkv_BTC, offset_N, context)
             rotation = rotation_at(position_BT, self.rotary_pairs, self.theta, state_dtype(q.dtype), self.rope_scaling)
             q, k = apply_rotary(q, rotation), apply_rotary(k, rotation)
         return q, k, v
@@ -223,6 +254,8 @@ class AttentionMixer(Mixer):
             return attend_ring_buffer(q, k, v, self.scale, cache), append_to_cache(cache, k, v, count_N)
         position_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
         cache = append_to_cache(cache, k, v, count_N)
+        if q.shape[1] == 1 and runs_by_kernel("attention of one token", decode_refusals(q, cache)):
+            return attend_last(q, cache, self.scale), cache
         return attend_cache(q, cache, self.scale, position_BT), cache
 
     def _check_cache(self, cache: KVCache, x_BTD: Tensor, context: Context) -> None:
@@ -239,3 +272,7 @@ class AttentionMixer(Mixer):
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
         if slots != self.window:
             check_capacity(cache.position, token_counts(x_BTD, context), slots)
+
+
+def _apply_gate(o: Tensor, gate: Tensor) -> Tensor:
+    return (o * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o.dtype)

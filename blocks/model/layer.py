@@ -6,12 +6,18 @@ B batch, T time, D width
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
+import torch
 from pydantic import Field, field_serializer
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.frozen_config import changed_fields
+from deltazoo.backends.ops.gemv import Norm, refusals
+from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
+from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.blocks.model.checkpointing import Checkpointing, run_layer
 from deltazoo.blocks.model.mlp import Dense, Mlp
 from deltazoo.blocks.spec.parsing import MlpConfig, PlainDataModel, changed_mlp_fields, parse_mixer, parse_mlp
@@ -20,7 +26,7 @@ from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import Side, join_sides
-from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize
+from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize, norm_before_product
 
 LayerState = tuple[State, ...]
 NormPosition = Literal["pre", "output", "post"]
@@ -154,6 +160,19 @@ class LayerOutput(NamedTuple):
     side: Side | None
 
 
+class Branch(NamedTuple):
+    """A residual branch.
+
+    Args:
+        norm: its norm. function: f, of the normed input in the position "pre".
+        step: computes x + f(norm(x)) by the kernels of a decode step, or returns None.
+    """
+
+    norm: RMSNorm
+    function: Callable[[Tensor], Tensor]
+    step: Callable[[Tensor, Norm], Tensor | None]
+
+
 class Layer(nn.Module):
     """Apply the mixers' branch, then the MLP's branch, as in the docstring of `LayerSpec`.
 
@@ -200,17 +219,32 @@ class Layer(nn.Module):
                 inner = inner.after(side)
             return sum(outputs[1:], start=outputs[0])
 
+        def mix_step(x_B1D: Tensor, norm: Norm) -> Tensor | None:
+            if state is None or context.parallel is not None or len(self.mixers) > 1 or not is_plain(self.mixers[0]):
+                return None
+            if torch.compiler.is_compiling():
+                record_einops_calls()
+            output = self.mixers[0].residual_step(x_B1D, norm, state[0], context)
+            if output is None:
+                return None
+            states.append(output.state)
+            sides.append(output.side)
+            return output.y
+
         def apply_mlp(x_BTD: Tensor) -> Tensor:
             assert mlp is not None
             y_BTD, side = mlp(x_BTD, context)
             sides.append(side)
             return y_BTD
 
-        branches: list[tuple[RMSNorm, Callable[[Tensor], Tensor]]] = []
+        def apply_mlp_step(x_B1D: Tensor, norm: Norm) -> Tensor | None:
+            return mlp.residual_step(x_B1D, norm) if mlp is not None and is_plain(mlp) else None
+
+        branches: list[Branch] = []
         if self.norm is not None:
-            branches.append((self.norm, mix))
+            branches.append(Branch(self.norm, mix, mix_step))
         if mlp is not None and self.mlp_norm is not None:
-            branches.append((self.mlp_norm, apply_mlp))
+            branches.append(Branch(self.mlp_norm, apply_mlp, apply_mlp_step))
         x_BTD = self._add_branches(x_BTD, branches)
         return LayerOutput(x_BTD, None if state is None else tuple(states), join_sides(sides))
 
@@ -221,10 +255,18 @@ class Layer(nn.Module):
     def extra_repr(self) -> str:
         return "" if self.norm_position == "pre" else f"norm_position={self.norm_position!r}"
 
-    def _add_branches(self, x_BTD: Tensor, branches: Sequence[tuple[RMSNorm, Callable[[Tensor], Tensor]]]) -> Tensor:
+    def _add_branches(self, x_BTD: Tensor, branches: Sequence["Branch"]) -> Tensor:
         scale = self.branch_scale
         y_BTD: Tensor | None = None  # output of the branch before, which the norm of the next one adds to x
-        for norm, branch in branches:
+        is_token = x_BTD.dim() == 3 and is_known(x_BTD.shape[1] == 1)
+        is_token = is_token and self.norm_position == "pre" and scale == 1
+        has_steps = is_token and runs_by_kernel("products of few rows", refusals(x_BTD))
+        for norm, branch, step in branches:
+            if has_steps and (before := norm_before_product(norm)) is not None:
+                x_BTD, y_BTD = x_BTD if y_BTD is None else x_BTD + y_BTD, None
+                if (x_after := step(x_BTD, before)) is not None:
+                    x_BTD = x_after
+                    continue
             if self.norm_position == "pre":
                 x_BTD, normed_BTD = add_and_normalize(norm, x_BTD, y_BTD)
                 y_BTD = scaled(branch(normed_BTD), scale)

@@ -12,11 +12,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.io.frozen_config import FrozenConfig
-from deltazoo.backends.ops import glu_linear
+from deltazoo.backends.ops import gemv, glu_linear
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.glu_linear import Activation, activate
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.watch import runs_by_kernel
+from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.patterns import Term
@@ -44,6 +46,13 @@ class Mlp(nn.Module, ABC):
     @abstractmethod
     def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
         """Compute y, and the auxiliary losses if `context.losses`."""
+
+    def residual_step(self, x_B1D: Tensor, norm: Norm) -> Tensor | None:
+        """Compute x + y, with y of `forward(norm(x))`, by the kernels of a decode step; None if there are none for it.
+
+        As `Mixer.residual_step`.
+        """
+        return None
 
 
 class HiddenWidth(FrozenConfig, Term, ABC):
@@ -140,6 +149,13 @@ class DenseMlp(Mlp):
     def forward(self, x_BTD: Tensor, context: Context) -> MlpOutput:
         y_BTD = self._map_out(self.to_hidden(x_BTD))
         return MlpOutput(y_BTD if self.config.out_scale == 1 else y_BTD * self.config.out_scale)
+
+    def residual_step(self, x_B1D: Tensor, norm: Norm) -> Tensor | None:
+        if not reads_weight(self.to_hidden, x_B1D) or not reads_weight(self.out, x_B1D):
+            return None
+        weight, (activation, gated) = self.to_hidden.weight, (self.config.activation, self.config.gated)
+        hidden_B1F = gemv.hidden(x_B1D, weight, norm, activation=activation, gated=gated)
+        return gemv.add_product(x_B1D, hidden_B1F, self.out.weight)
 
     def _map_out(self, hidden_BTF: Tensor) -> Tensor:
         if not self.config.gated:

@@ -19,6 +19,7 @@ from deltazoo.backends.io.errors import (
     ValueRangeError,
 )
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX, cap_logits, linear_cross_entropy
+from deltazoo.backends.ops.gemv import products, refusals
 from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
@@ -34,6 +35,7 @@ from deltazoo.blocks.model.layer import Layer, LayerState
 from deltazoo.blocks.model.losses import Losses, combine_losses, mean_over_ranks
 from deltazoo.blocks.model.mlp import Mlp
 from deltazoo.mixers.core.activations import activation_like, compute_device
+from deltazoo.mixers.core.decode_maps import apply_map
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.mixer import Context
@@ -148,9 +150,15 @@ class LanguageModel(nn.Module):
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """Apply the head to features [..., D]; the result is [..., L]."""
-        x_BTD = self._scaled(x_BTD)
-        logits = F.linear(x_BTD, self._tied_weight(x_BTD)) if self.head is None else self.head(x_BTD)
-        return cap_logits(logits, self.logit_cap)
+        return cap_logits(self._head(self._scaled(x_BTD)), self.logit_cap)
+
+    def _head(self, x_BTD: Tensor) -> Tensor:
+        if self.head is not None:
+            return apply_map(x_BTD, self.head)
+        weight_LD = self._tied_weight(x_BTD)
+        if not refusals(x_BTD) and weight_LD.dtype == x_BTD.dtype:
+            return products(x_BTD, [weight_LD])[0]
+        return F.linear(x_BTD, weight_LD)
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
         """Compute the loss to minimise: the total of `losses`. Returns: a float32 scalar."""

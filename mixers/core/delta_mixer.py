@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from deltazoo.backends.context_parallel.exchange import states_of_documents
 from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.gemv import Norm, add_product
+from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, state_dtype
@@ -22,6 +24,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
+from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
@@ -165,11 +168,8 @@ class DeltaMixer(Mixer):
         old: Mapping[str, Tensor] = {} if state is None else state
         new: dict[str, Tensor | None] = {}
         if state is not None:
-            check_names(state, self.state_shapes)
-            check_shapes(state, self.state_shapes)
-            check_dtypes(state, {self.update_key: state_dtype(x_BTD.dtype)}, x_BTD)
-            check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
-            fused_o = self._fused_step_(x_BTD, state, context)
+            self._check_state(state, x_BTD, context)
+            fused_o = self._fused_step_(x_BTD, state, context, None)
             if fused_o is not None:
                 return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
@@ -235,15 +235,37 @@ class DeltaMixer(Mixer):
         y_1AD = rows.linear(rearrange(o, "b t h v -> b t (h v)"), [mixer.out for mixer in mixers])
         return y_1AD, None if state is None else _without_none(new)
 
-    def _fused_step_(self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context) -> Tensor | None:
-        """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse."""
+    def residual_step(self, x: Tensor, norm: Norm, state: Mapping[str, Tensor], context: Context) -> MixerOutput | None:
+        if self.direct is not None or not reads_weight(self.out, x):
+            return None
+        x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
+        self._check_state(state, x_B1D, context)
+        o = self._fused_step_(x_B1D, state, context, norm)
+        return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
+
+    def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
+        check_names(state, self.state_shapes)
+        check_shapes(state, self.state_shapes)
+        check_dtypes(state, {self.update_key: state_dtype(x_BTD.dtype)}, x_BTD)
+        check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
+
+    def _fused_step_(
+        self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context, norm: Norm | None
+    ) -> Tensor | None:
+        """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse.
+
+        Args: norm: of x, not yet applied; None: there is none.
+        """
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
         bound, device = self.update.bound, device_type(x_BTD)
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
-        o = bound.fused_decode_step_(fusion.step, fusion.inputs(x_BTD, state.get("project")), state[self.update_key])
+        inputs = fusion.inputs(x_BTD, state.get("project"), norm)
+        o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
+        if fusion.remaining and norm is not None:
+            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
         for part in fusion.remaining:
             o = part.transform(o, x_BTD)
         return o

@@ -15,6 +15,7 @@ from deltazoo.backends.context_parallel.exchange import document_bounds, gather_
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.io.frozen_config import FrozenConfig
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
@@ -130,6 +131,16 @@ class Mixer(nn.Module, ABC):
         self, x: Tensor, state: State | None = None, context: Context | None = None
     ) -> MixerOutput | tuple[Tensor, State | None]:
         """Mix the tokens. One call, several calls with pieces, and one call per token give equal outputs."""
+
+    def residual_step(self, x: Tensor, norm: Norm, state: State, context: Context) -> MixerOutput | None:
+        """Compute x + y, with y of `forward(norm(x), state, context)`, by the kernels of a decode step.
+
+        The caller guarantees that a call of the module runs only `forward` (`is_plain`).
+
+        Args: x: [B, 1, D], without `backends.ops.gemv.refusals`.
+        Returns: None, with the state as it was, if there are no such kernels for the call.
+        """
+        return None
 
     @abstractmethod
     def init_state(self, batch: int, capacity: int | None = None) -> State:
