@@ -1,8 +1,12 @@
 """Products of the few rows of a decode step against float64: in Triton's interpreter, or on a GPU."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from assembly import disassemble
+from compiling import Compiler
 from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
@@ -95,6 +99,34 @@ def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
     monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, ahead=1))
     x, weight = draw(1, 4000), draw(3, 4000)
     assert_near(op.gemv(x, None, 0.0, [weight], None, "", False), x.double() @ weight.double().T)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("M", [1, 2])
+def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dtype, monkeypatch):
+    compiler = Compiler(all=True)
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
+    monkeypatch.setattr(op, "architecture", lambda _: "sm90")
+    x, norm = torch.empty(M, 1, 2400, dtype=dtype), Norm(torch.empty(2400, dtype=dtype), 1e-5)
+    products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm)
+    hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
+    add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
+    for _, kernel in compiler.compiled:
+        ptx = kernel.asm["ptx"]
+        assert "griddepcontrol.wait" in ptx and "prefetch.global.L2" in ptx
+        loads = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line]
+        assert loads and all(".v4.b32" in line for line in loads)
+        assert "LDL" not in disassemble(kernel.asm["cubin"])
+
+
+@needs_triton
+def test_the_operator_passes_opcheck():
+    x, weight = draw(2, 24), draw(6, 24, seed=1)
+    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.deltazoo.triton_gemv.default, arguments, test_utils=tests)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs the device types of a process without the interpreter")
