@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from deltazoo.backends.tuning.tune import Planned, Tuned
+    from deltazoo.blocks.inspect.step_tuning import ModelTuned
 
 
 def command(
@@ -59,11 +60,15 @@ def command(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one."""
+    """Measure launch configs of the triton backend's kernels on this GPU. A second run continues an unfinished one.
+
+    Of a stack all kernels are measured, those of the updates and those beside them, and at the end a whole training
+    step and a whole decoding step, without and with the tables.
+    """
     from deltazoo.backends.io.errors import ConfigError
     from deltazoo.backends.torch_ext.devices import DeviceSpec
     from deltazoo.backends.tuning.tune import TuneConfig
-    from deltazoo.blocks.inspect.tuning import build_targets, plan_targets, tune_targets
+    from deltazoo.blocks.inspect.tuning import build_targets, plan_targets, tune_stack_steps, tune_targets
 
     if device_name is not None and not dry_run:
         raise ConfigError("--device-name needs --dry-run: launches are measured on a GPU of this machine")
@@ -75,8 +80,18 @@ def command(
         print_json(planned) if as_json else _print_plan(planned)
         return
     with progress() as report_progress:
-        tuned = tune_targets(device, targets, config, out, report_progress)
-    print_json(tuned) if as_json else _print(tuned)
+        tuned = tune_targets(device, targets, config, out, report_progress) if targets else None
+        model = None
+        if stack is not None:
+            size = (batch, length)
+            model = tune_stack_steps(stack, size, split(dtype) or [], device, config, out, report_progress, trust)
+    if as_json:
+        print_json(tuned if model is None else {"updates": tuned, "model": model})
+        return
+    if tuned is not None:
+        _print(tuned)
+    if model is not None:
+        _print_model(model)
 
 
 def merge(
@@ -101,6 +116,19 @@ def _print_plan(planned: "Sequence[Planned]") -> None:
         print_line(f"  class: {step.key}")
         for candidate in step.candidates:
             print_line(f"  {candidate}")
+
+
+def _print_model(tuned: "ModelTuned") -> None:
+    from deltazoo.backends.triton.runtime.options import COLUMNS
+
+    operators = tuned.operators
+    print_line(f"\nkernels beside the updates, {tuned.dtype}:")
+    print_table(COLUMNS, [record.cells() for record in operators.records])
+    for sentence in (*operators.failures, *operators.rejected):
+        print_line(sentence)
+    counts = f"{operators.kept} already in the table, {operators.left} not reached"
+    print_line(f"{len(operators.records)} measured, {counts}")
+    print_table(["whole step", ">heuristic ms", ">tuned ms", ">gain"], [gain.cells() for gain in tuned.steps])
 
 
 def _print(tuned: "Tuned") -> None:

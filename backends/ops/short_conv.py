@@ -154,16 +154,17 @@ class _DepthwiseConv(torch.autograd.Function):
 def _depthwise(padded_BSC: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return sum_i weight_i padded_(t + i) + bias, [B, S - W + 1, C]."""
     images = padded_BSC.unsqueeze(1).permute(0, 3, 1, 2)
-    y = F.conv2d(images, weight[:, None, None], bias, groups=weight.shape[0])
+    with torch.autocast("cpu", enabled=False):
+        y = F.conv2d(images, weight[:, None, None], bias, groups=weight.shape[0])
     return y.permute(0, 2, 3, 1).squeeze(1)
 
 
 def _runs_convolutions(inputs: ConvInputs) -> bool:
-    """Whether torch's convolution computes these operands: eager calls on a CPU, outside of transforms and modes."""
+    """Whether torch's convolution computes these operands: eager calls on a CPU, outside of transforms."""
     x = inputs.x
     if x.device.type != "cpu" or torch.compiler.is_compiling() or functorch_is_active() or not x.numel():
         return False
-    return forward_ad._current_level < 0 and not torch._C._len_torch_dispatch_stack()
+    return forward_ad._current_level < 0
 
 
 def apply_silu_and_norm(y_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:

@@ -9,9 +9,10 @@ code uses public API alone.
 - `CACHE_SIGNATURES`: store the signature of an autograd.Function's `forward`, which `apply` inspects in every call.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ DIRECT_CALLS = True  # read in every call
 CACHE_SIGNATURES = True  # read when a class is decorated
 
 _LIBRARY = torch.library.Library("deltazoo", "FRAGMENT")
+_observers: list[Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]] = []
 _EXPORTED_GRADIENTS: dict[str, Callable[..., Any]] = {}
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 
@@ -65,9 +67,19 @@ def operator(
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or not DIRECT_CALLS or _operators_are_observed(arguments):
             return overload(*arguments)
-        return body(*arguments)
+        return _observers[-1](name, body, arguments) if _observers else body(*arguments)
 
     return call
+
+
+@contextlib.contextmanager
+def observed_calls(observer: Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Let `observer(name, body, arguments)` compute the eager calls of operators inside the block."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.pop()
 
 
 def differentiate_exported(name: str, differentiable: Callable[..., Any]) -> None:

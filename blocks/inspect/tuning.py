@@ -16,6 +16,7 @@ from deltazoo.backends.tuning.measure import CudaRunner, refusals
 from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.inspect.benchmark import parse_shape, parse_update
+from deltazoo.blocks.inspect.step_tuning import ModelTuned, cuda_seconds, step_gains, tune_model_operators
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.core.delta_mixer import Update
 
@@ -58,6 +59,23 @@ def tune_targets(
     return tune(_supported(targets, runner.refusals), runner, config, out, progress)
 
 
+def tune_stack_steps(
+    stack: str, size: tuple[int, int], dtypes: Sequence[str], device: str, config: TuneConfig, out: Path | None,
+    progress: Progress = silent, trust: bool = False,
+) -> ModelTuned:  # fmt: skip
+    """Tune the kernels beside the updates of a stack in its first dtype, and measure its steps.
+
+    Args:
+        stack: a file or the name of a preset. size: B and T. trust: as for `StackSpec.load`.
+    Raises: ConfigError: there is no CUDA device.
+    """
+    device = str(CudaRunner(device).cuda)  # refuses a machine without a GPU
+    spec, dtype = StackSpec.load(stack, trust), DTYPES[dtypes[0]]
+    operators = tune_model_operators(spec, size, dtype, device, config, out, progress)
+    steps = step_gains(spec, size, dtype, device, cuda_seconds(device), out)
+    return ModelTuned(dtype=dtypes[0], operators=operators, steps=steps)
+
+
 def plan_targets(
     device: DeviceSpec | str, targets: Sequence[Target], config: TuneConfig, out: Path | None
 ) -> list[Planned]:
@@ -94,6 +112,4 @@ def _stack_updates(spec: StackSpec, name: str, batch: int, length: int) -> list[
         if isinstance(update, Update):
             _, H, HV, K, V, _ = update.shape
             updates[update.spec, Shape(f"{name} {batch}x{length}", batch, length, H, HV, K, V)] = None
-    if not updates:
-        raise ConfigError(f"{name} has no layer with an update; there is nothing to tune")
     return list(updates)

@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.triton.runtime import precompile
+from deltazoo.backends.triton.runtime.options import options_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 
@@ -42,7 +43,6 @@ def launcher(
 
     Returns: a function of the number of programs and the kernel's numbers by name.
     """
-    warps, stages, registers, overlap = options
     given: list[Operand | tuple[Operand, ...]] = []
     pointers: list[Any] = []
     numbered: list[str] = []
@@ -64,6 +64,8 @@ def launcher(
     assert isinstance(first, Tensor)
     traced_device = precompile.tracing.device
     device = first.get_device() if traced_device is None else traced_device.index
+    options = options_of(kernel, constants, layouts, options, device)
+    warps, stages, registers, overlap = options
     cache_key = (kernel.fn, *options, *constants, *layouts, device)
     compiled = _compiled.get(cache_key) if CACHED_LAUNCH else None
     recorder = precompile.tracing.recorder

@@ -14,3 +14,8 @@ REVISIONS = {
     "decode": 1,  # with verify and commit
     "fused_step": 1,
 }
+
+
+def revision_of(kernel: str) -> int:
+    """Return the revision of a kernel; 1 for one that is not in the list yet."""
+    return REVISIONS.get(kernel, 1)

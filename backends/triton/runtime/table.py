@@ -8,6 +8,7 @@ of floating-point operations.
 H key heads, HV value heads, K key width, V value width
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -15,7 +16,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, Self
@@ -30,8 +31,9 @@ from deltazoo.backends.triton.chunk.plan import Plan, make_plan
 from deltazoo.backends.triton.chunk.registry import KERNELS, STEPS
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.problem import Decay, Problem
-from deltazoo.backends.triton.runtime import replay
-from deltazoo.backends.triton.runtime.revisions import REVISIONS
+from deltazoo.backends.triton.runtime import options, replay
+from deltazoo.backends.triton.runtime.options import OperatorKey, OperatorRecord
+from deltazoo.backends.triton.runtime.revisions import REVISIONS, revision_of
 from deltazoo.backends.triton.tiles import cdiv
 
 _log = logging.getLogger("deltazoo")
@@ -187,6 +189,17 @@ class Table(BaseModel):
     version: Literal[3] = 3
     device: str
     records: tuple[Record, ...] = ()
+    operators: tuple[OperatorRecord, ...] = ()
+
+    def usable_operators(self, triton: str) -> dict[OperatorKey, OperatorRecord]:
+        """The records of kernels beside the update, for a Triton version and their present revisions."""
+        records = [
+            record
+            for record in self.operators
+            if holds_for(record.triton, triton) and record.revision == revision_of(record.key.kernel)
+        ]
+        records.sort(key=lambda record: record.triton == triton)
+        return {record.key: record for record in records}
 
     def usable(self, triton: str) -> dict[Key, Record]:
         """The records for a Triton version and the present kernel revisions.
@@ -206,13 +219,22 @@ class Table(BaseModel):
         if other.device != self.device:
             raise ConfigError(f"tables of two devices do not merge: {self.device!r} and {other.device!r}")
         records = {(record.triton, record.key): record for record in (*self.records, *other.records)}
-        return Table(device=self.device, records=tuple(sorted(records.values(), key=_order)))
+        operators = {(record.triton, record.key): record for record in (*self.operators, *other.operators)}
+        return Table(
+            device=self.device, records=tuple(sorted(records.values(), key=_order)),
+            operators=tuple(sorted(operators.values(), key=lambda record: (record.triton, *dict(record.key).values()))),
+        )  # fmt: skip
 
     def write(self, path: str | Path) -> None:
         """Write one record per line, atomically. Raises: OSError."""
         path = output_path(path)
-        lines = ",\n  ".join(record.model_dump_json(exclude_none=True) for record in self.records)
-        text = f'{{"version": {self.version}, "device": {json.dumps(self.device)}, "records": [\n  {lines}\n]}}\n'
+        lists = {"records": self.records} | ({"operators": self.operators} if self.operators else {})
+        lines = {
+            name: ",\n  ".join(record.model_dump_json(exclude_none=True) for record in records)
+            for name, records in lists.items()
+        }
+        listed = ", ".join(f'"{name}": [\n  {text}\n]' for name, text in lines.items())
+        text = f'{{"version": {self.version}, "device": {json.dumps(self.device)}, {listed}}}\n'
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -267,6 +289,7 @@ def slug(device: str) -> str:
 
 
 _named_tables: list[Table] = []
+_ignored: list[bool] = []
 
 
 def use_table(path: str | Path | None) -> None:
@@ -286,7 +309,20 @@ def clear_caches() -> None:
     look_up.cache_clear()
     launch_config.cache_clear()
     records_of.cache_clear()
+    options.clear()
     replay.clear()
+
+
+@contextlib.contextmanager
+def without_tables() -> Iterator[None]:
+    """Ignore all tables inside the block: the heuristics choose every launch."""
+    _ignored.append(True)
+    clear_caches()
+    try:
+        yield
+    finally:
+        _ignored.pop()
+        clear_caches()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -332,9 +368,7 @@ def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record])
 @functools.cache
 def records_of(device: str, triton: str) -> dict[Key, Record]:
     """The usable records for a device and a Triton version, of all tables. Raises: ConfigError for an invalid table."""
-    shipped = files("deltazoo.backends.triton.runtime") / "tuned" / f"{slug(device)}.json"
-    tables = [_parse_table(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
-    own = [*_of_user(device), *(table for table in _named_tables if table.device == device)]
+    tables, own = _tables(device)
     records = {key: record for table in (*tables, *own) for key, record in table.usable(triton).items()}
     stale = {record.key for table in own for record in table.records} - records.keys()
     if stale:
@@ -343,6 +377,21 @@ def records_of(device: str, triton: str) -> dict[Key, Record]:
             "other kernel revisions; `deltazoo tune` measures them again", len(stale), device, triton,
         )  # fmt: skip
     return records
+
+
+def operator_records_of(device: str, triton: str) -> dict[OperatorKey, OperatorRecord]:
+    """The usable records of kernels beside the update, of all tables. Raises: ConfigError for an invalid table."""
+    tables, own = _tables(device)
+    return {key: x for table in (*tables, *own) for key, x in table.usable_operators(triton).items()}
+
+
+def _tables(device: str) -> tuple[list[Table], list[Table]]:
+    """The shipped table of a device, if there is one, and those of the user."""
+    if _ignored:
+        return [], []
+    shipped = files("deltazoo.backends.triton.runtime") / "tuned" / f"{slug(device)}.json"
+    tables = [_parse_table(shipped.read_text(encoding="utf-8"), str(shipped))] if shipped.is_file() else []
+    return tables, [*_of_user(device), *(table for table in _named_tables if table.device == device)]
 
 
 def _of_user(device: str) -> list[Table]:

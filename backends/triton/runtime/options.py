@@ -1,0 +1,155 @@
+"""Warps and pipeline stages of the kernels beside the update: those of a launch table, else those of the launch.
+
+The kernels of the update and of its decode step have tables of their own (table.py). A kernel's class is its name, the
+dtypes of its tensors and its compile-time traits, on which its compiled code depends.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton.support import Options
+
+_PACKAGE = "deltazoo.backends.triton."
+# Portable Triton kernels whose code holds for any number of warps and stages.
+FAMILIES = ("attention", "conv", "fast_weights", "glu", "least_squares", "levels", "loss", "norm", "rotary")
+
+
+class OperatorKey(BaseModel):
+    """The class of launches that a record holds for. dtypes: of the kernel's tensors. traits: its constants."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str
+    dtypes: str
+    traits: str
+
+    def __str__(self) -> str:
+        return f"{self.dtypes} {self.traits}"
+
+
+class OperatorRecord(BaseModel):
+    """One measured choice of warps and stages.
+
+    Args:
+        key: the launches it holds for.
+        triton: the Triton version it was measured with. revision: of the kernel (revisions.py).
+        warps, stages: the choice.
+        ms, heuristic_ms: median times of the operator's call with the choice and with the launch's own numbers.
+        tried, rejected: numbers of candidates, and of those that failed to run or changed the results.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: OperatorKey
+    triton: str
+    revision: int
+    warps: int = Field(ge=1, le=32)
+    stages: int = Field(ge=1, le=8)
+    ms: float = Field(gt=0, allow_inf_nan=False)
+    heuristic_ms: float = Field(gt=0, allow_inf_nan=False)
+    tried: int = Field(ge=1)
+    rejected: int = Field(ge=0)
+
+    @property
+    def gain(self) -> float:
+        """The time with the launch's own numbers over this one."""
+        return self.heuristic_ms / self.ms
+
+    def cells(self) -> list[str]:
+        """The record as a table row under `COLUMNS`."""
+        choice = f"warps={self.warps} stages={self.stages}"
+        times = f"{self.ms:.3f}", f"{self.gain:.2f}"
+        return [self.key.kernel, str(self.key), choice, *times, f"{self.tried}", f"{self.rejected}"]
+
+
+COLUMNS = ("kernel", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
+
+_forced: dict[OperatorKey, Options] = {}
+_seen: list[dict[OperatorKey, Options]] = []  # innermost `launches_seen` last
+
+
+def options_of(kernel: Any, constants: Sequence[Any], layouts: Sequence[Any], options: Options, device: int) -> Options:
+    """Return the options of a launch, which is given with its own.
+
+    Args: constants, layouts: of the launch, as `launcher` lists them. device: the index.
+    """
+    if not is_tunable(kernel):
+        return options
+    spec = None if device < 0 else DeviceSpec.current(device)
+    records = {} if spec is None else _records(spec.name, spec.triton)
+    if not (records or _forced or _seen):
+        return options
+    key = _key(kernel, tuple(constants), tuple(layouts))
+    for seen in _seen:
+        seen.setdefault(key, options)
+    if key in _forced:
+        return _forced[key]
+    record = records.get(key)
+    return options if record is None else options._replace(warps=record.warps, stages=record.stages)
+
+
+def is_tunable(kernel: Any) -> bool:
+    """Whether a kernel's warps and stages can be chosen freely."""
+    module: str = kernel.fn.__module__
+    return module.startswith(_PACKAGE) and module.removeprefix(_PACKAGE).partition(".")[0] in FAMILIES
+
+
+@contextmanager
+def launches_seen() -> Iterator[dict[OperatorKey, Options]]:
+    """Collect the classes of the tunable launches inside the block, with the options of their launches."""
+    seen: dict[OperatorKey, Options] = {}
+    _seen.append(seen)
+    try:
+        yield seen
+    finally:
+        _seen[:] = [other for other in _seen if other is not seen]
+
+
+@contextmanager
+def forced(key: OperatorKey, options: Options) -> Iterator[None]:
+    """Launch a class of kernels with these options inside the block."""
+    _forced[key] = options
+    try:
+        yield
+    finally:
+        del _forced[key]
+
+
+def clear() -> None:
+    """Read the tables again at the next launch."""
+    _records.cache_clear()
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(kernel: Any, constants: tuple[Any, ...], layouts: tuple[Any, ...]) -> OperatorKey:
+    names = [str(x[0]).removeprefix("torch.") if x else "none" for x in _pairs(layouts)]
+    return OperatorKey(
+        kernel=kernel.__name__, dtypes=",".join(dict.fromkeys(names)), traits=" ".join(map(_trait, constants))
+    )
+
+
+def _pairs(layouts: tuple[Any, ...]) -> Iterator[tuple[Any, ...] | None]:
+    """Yield the dtype of each tensor in a tuple: `launcher` lists it before the alignment of the tensor."""
+    for x in layouts:
+        if x is None or isinstance(x, tuple):
+            yield x
+        elif not isinstance(x, bool):
+            yield (x,)
+
+
+def _trait(constant: Any) -> str:
+    if hasattr(constant, "_asdict"):
+        return " ".join(f"{name}={value}" for name, value in constant._asdict().items())
+    return str(constant)
+
+
+@functools.cache
+def _records(device: str, triton: str) -> dict[OperatorKey, OperatorRecord]:
+    from deltazoo.backends.triton.runtime.table import operator_records_of  # it imports this file
+
+    return operator_records_of(device, triton)
