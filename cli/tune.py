@@ -68,7 +68,13 @@ def command(
     from deltazoo.backends.io.errors import ConfigError
     from deltazoo.backends.torch_ext.devices import DeviceSpec
     from deltazoo.backends.tuning.tune import TuneConfig
-    from deltazoo.blocks.inspect.tuning import build_targets, plan_targets, tune_stack_steps, tune_targets
+    from deltazoo.blocks.inspect.tuning import (
+        build_targets,
+        plan_stack_operators,
+        plan_targets,
+        tune_stack_steps,
+        tune_targets,
+    )
 
     if device_name is not None and not dry_run:
         raise ConfigError("--device-name needs --dry-run: launches are measured on a GPU of this machine")
@@ -76,7 +82,9 @@ def command(
     targets = build_targets(stack, shape or [], split(mixer) or [], split(dtype) or [], (batch, length), trust)
     if dry_run:
         where = device if device_name is None else DeviceSpec.named(device_name)
-        planned = plan_targets(where, targets, config, out)
+        planned = plan_targets(where, targets, config, out) if targets else []
+        if stack is not None:
+            planned += plan_stack_operators(stack, (batch, length), split(dtype) or [], where, config, trust)
         print_json(planned) if as_json else _print_plan(planned)
         return
     with progress() as report_progress:

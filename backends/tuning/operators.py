@@ -5,6 +5,7 @@ that launched it first, all other launches as before. A candidate must leave the
 rounding.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -101,9 +102,8 @@ class CudaOperatorRunner(OperatorRunner):
         for candidate in options:
             arguments = _copied(tunable.call.arguments)
             with forced(tunable.key, candidate), torch.no_grad():
-                calls[str(candidate)] = capture(
-                    lambda arguments=arguments: tunable.call.body(*arguments), self.cuda, warm_ups=1
-                )
+                call = functools.partial(tunable.call.body, *arguments)
+                calls[str(candidate)] = capture(call, self.cuda, warm_ups=1)
         times = time_interleaved(calls, self.cuda, rounds, _MAX_SECONDS, lambda *_: None)
         return [median(times[str(candidate)].seconds) for candidate in options]
 

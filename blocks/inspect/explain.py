@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, overload
 
 from torch import nn
 
-from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.update import explain as updates
@@ -56,6 +56,8 @@ def explain(
         return updates.explain(subject, meta, backend, shape, device)
     if meta is not None or backend is not None:
         raise ConfigError("meta and backend are for specs: a module has its dtype and its backend")
+    if isinstance(shape, Shape):
+        raise ConfigError(f"shape must be (B, T) for a module, got {cut(shape)}")
     from deltazoo.blocks.inspect.explain_module import explain_module  # imports all mixers' parts
 
     return explain_module(subject, shape, device)

@@ -16,7 +16,13 @@ from deltazoo.backends.tuning.measure import CudaRunner, refusals
 from deltazoo.backends.tuning.tune import Planned, TuneConfig, Tuned, plan, tune
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.inspect.benchmark import parse_shape, parse_update
-from deltazoo.blocks.inspect.step_tuning import ModelTuned, cuda_seconds, step_gains, tune_model_operators
+from deltazoo.blocks.inspect.step_tuning import (
+    ModelTuned,
+    cuda_seconds,
+    plan_model_operators,
+    step_gains,
+    tune_model_operators,
+)
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.core.delta_mixer import Update
 
@@ -74,6 +80,19 @@ def tune_stack_steps(
     operators = tune_model_operators(spec, size, dtype, device, config, out, progress)
     steps = step_gains(spec, size, dtype, device, cuda_seconds(device), out)
     return ModelTuned(dtype=dtypes[0], operators=operators, steps=steps)
+
+
+def plan_stack_operators(
+    stack: str, size: tuple[int, int], dtypes: Sequence[str], device: DeviceSpec | str, config: TuneConfig,
+    trust: bool = False,
+) -> list[Planned]:  # fmt: skip
+    """List the kernels beside the updates that `tune_stack_steps` would measure; arguments as there.
+
+    Args: device: as for `plan_targets`.
+    """
+    spec = StackSpec.load(stack, trust)
+    where = device if isinstance(device, DeviceSpec) else CudaRunner(device).device
+    return plan_model_operators(spec, size, DTYPES[dtypes[0]], where, config)
 
 
 def plan_targets(

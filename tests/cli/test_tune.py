@@ -8,8 +8,11 @@ import torch
 
 from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.runtime import table as tables
+from deltazoo.backends.triton.runtime.options import OperatorKey, OperatorRecord
 from deltazoo.backends.triton.runtime.table import read_table
+from deltazoo.backends.tuning.operators import OperatorsTuned
 from deltazoo.blocks.inspect import tuning
+from deltazoo.blocks.inspect.step_tuning import ModelTuned, StepGain
 
 _PATH = Path(__file__).parents[1] / "backends" / "test_tune.py"
 
@@ -83,11 +86,32 @@ def test_the_default_table_is_loaded_automatically(ok, gpu, tmp_path):
 def test_tune_lists_the_kernels_of_a_stack(ok, gpu, tmp_path):
     options = ("--batch", 2, "--length", 512, "--dtype", "bfloat16,float16", "--dry-run", "--out", tmp_path / "t.json")
     listed = ok("tune", "gated-deltanet-h1", *options, "--json").json
-    assert {step["shape"] for step in listed} == {"gated-deltanet-h1 2x512"}
-    assert {step["key"].split()[0] for step in listed} == {"bfloat16", "float16"}
+    assert {step["shape"] for step in listed} == {"gated-deltanet-h1 2x512", "2x512"}
+    assert {step["key"].split()[0] for step in listed if step["shape"] != "2x512"} == {"bfloat16", "float16"}
+    beside = {step["kernel"] for step in listed if step["shape"] == "2x512"}
+    assert {"rms_norm_kernel", "short_conv_kernel", "glu_kernel", "cross_entropy_kernel"} <= beside
     assert {step["kernel"] for step in listed} >= {*tables.TUNED} - {"segment_chunks"}
     assert "scan" in ok("tune", "gated-deltanet-h1", *options).out
     assert not (tmp_path / "t.json").exists()
+
+
+def test_tune_of_a_stack_ends_with_its_training_and_decoding_step(ok, gpu, monkeypatch, tmp_path):
+    key = OperatorKey(kernel="glu_kernel", dtypes="bfloat16", traits="F=64")
+    record = OperatorRecord(
+        key=key, triton="3.6.0", revision=1, warps=8, stages=1, ms=1.0, heuristic_ms=1.5, tried=4, rejected=0
+    )
+    operators = OperatorsTuned(records=[record], kept=2, left=0, failures=[], rejected=[])
+    steps = [StepGain(step=step, heuristic_ms=3.0, tuned_ms=2.5) for step in ("training", "decoding")]
+    model = ModelTuned(dtype="bfloat16", operators=operators, steps=steps)
+    monkeypatch.setattr(tuning, "tune_stack_steps", lambda *_: model)
+    lines = ok("tune", "transformer-pp", "--out", tmp_path / "t.json").out.splitlines()
+    assert any(
+        line.split() == [*["glu_kernel", "bfloat16", "F=64", "warps=8", "stages=1", "1.000", "1.50", "4", "0"]]
+        for line in lines
+    )
+    assert [line.split() for line in lines[-2:]] == [
+        ["training", "3.000", "2.500", "1.200"], ["decoding", "3.000", "2.500", "1.200"],
+    ]  # fmt: skip
 
 
 def test_tune_without_a_stack_or_shape_takes_the_default_shapes(ok, monkeypatch, tmp_path):
@@ -97,8 +121,8 @@ def test_tune_without_a_stack_or_shape_takes_the_default_shapes(ok, monkeypatch,
     assert {shape for _, shape in steps} == {"dense_1x2048", "decode_64"}
     assert ("scan", "dense_1x2048") in steps
     assert ("decode", "decode_64") in steps
-    listed = ok(*options, "gated-deltanet-h1", "--batch", 2, "--length", 512).json
-    assert {step["shape"] for step in listed} == {"gated-deltanet-h1 2x512"}
+    listed = ok(*options, "transformer-pp", "--batch", 1, "--length", 64).json
+    assert {step["shape"] for step in listed} == {"1x64"}  # a stack without an update
 
 
 def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
@@ -122,7 +146,6 @@ def test_merge_tables_writes_one_table(ok, run, gpu, tmp_path):
         (("--shape", "pack_8x4096", "--dtype", "float64"), "dtype must be one of"),
         (("--shape", "pack_8x4096", "--effort", "some"), "effort must be 'quick' or 'full'"),
         (("--shape", "pack_8x4096", "--budget", "0"), "budget must be greater than 0"),
-        (("transformer-pp",), "has no layer with an update"),
     ],
 )
 def test_invalid_arguments_are_refused(run, gpu, arguments, message):

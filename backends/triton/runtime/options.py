@@ -5,6 +5,7 @@ dtypes of its tensors and its compile-time traits, on which its compiled code de
 """
 
 import functools
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -150,6 +151,6 @@ def _trait(constant: Any) -> str:
 
 @functools.cache
 def _records(device: str, triton: str) -> dict[OperatorKey, OperatorRecord]:
-    from deltazoo.backends.triton.runtime.table import operator_records_of  # it imports this file
-
-    return operator_records_of(device, triton)
+    tables = importlib.import_module("deltazoo.backends.triton.runtime.table")  # it imports this file
+    records: dict[OperatorKey, OperatorRecord] = tables.operator_records_of(device, triton)
+    return records
