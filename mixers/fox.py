@@ -3,7 +3,7 @@
 B batch, T time, D width, H heads, G key-value heads, E head width
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -15,6 +15,7 @@ from deltazoo.backends.ops.forgetting_attention import (
     forgetting_attention,
     refusals,
 )
+from deltazoo.backends.ops.rms_norm import apply_gate
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
@@ -65,7 +66,8 @@ class FoX(AttentionHeadsConfig, FilterConfig):
     )
     qk_norm: bool = Field(default=False, description="RMS norm of each head of q and of k")
     output_norm: bool = Field(default=False, description="RMS norm of each head of o, before the gate")
-    gate: bool = Field(default=False, description="output gate: o <- o * sigmoid(W x)")
+    gate: bool = Field(default=False, description="output gate: o <- o * phi(W x)")
+    gate_activation: Literal["sigmoid", "silu"] = Field(default="sigmoid", description="phi of the output gate")
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False, description="epsilon of the output norm")
 
     def equation(self) -> str:
@@ -108,6 +110,7 @@ class FoXMixer(TokenCacheMixer):
             for shape, eps, on in zip(shapes, epsilons, enabled, strict=True)
         )
         self.to_gate = nn.Linear(width, H * E, bias=False) if config.gate else None
+        self.gate_activation = config.gate_activation
         self.out = nn.Linear(H * E, width, bias=False)
 
     def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:
@@ -143,7 +146,7 @@ class FoXMixer(TokenCacheMixer):
         o = _normalize(self.o_norm, o, x, context)
         if self.to_gate is not None:
             gate = self.to_gate(x).view(o.shape)
-            o = (o * gate.to(state_dtype(gate.dtype)).sigmoid()).to(o.dtype)
+            o = apply_gate(o, gate, self.gate_activation)
         return self.out(o.flatten(2))
 
     def _attend_with_channels(

@@ -70,6 +70,7 @@ class PathAttention(AttentionHeadsConfig, FilterConfig):
     heads: int | None = Field(default=None, ge=1, description="query heads; None: width // 64, at least 1")
     rank: int | None = Field(default=32, ge=1, description="rank of the map to w; None: full rank")
     conv_width: int = Field(default=3, ge=1, description="taps of the short convolution of w")
+    conv_bias: bool = Field(default=False, description="bias of the convolution of w")
     qk_norm: bool = Field(default=False, description="RMS norm of each head of q and of k, one weight for all heads")
     forget_gate: bool = Field(default=False, description="f = sigmoid(W x + b) per head, as in FoX; False: f = 1")
     norm_eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False, description="epsilon of the norms of q and k")
@@ -137,7 +138,7 @@ class PathAttentionMixer(TokenCacheMixer):
         H, G, E = self.heads, self.key_value_heads, self.head_width
         self.scale = E**-0.5
         parts = [ConvPart(G * E, silu=True, unit=E)]
-        self.filters["conv"] = ShortConv(G * E, config.conv_width, False, parts, backend)
+        self.filters["conv"] = ShortConv(G * E, config.conv_width, config.conv_bias, parts, backend)
         self.sizes = [H * E, G * E, G * E]
         self.to_qkv = nn.Linear(width, sum(self.sizes), bias=False)
         self.to_w = projection(width, G * E, config.rank, False)

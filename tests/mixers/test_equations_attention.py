@@ -3,6 +3,7 @@
 B batch, T time, H heads, E head width
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -73,7 +74,7 @@ def mla_without_positions(w: Weights, x: Tensor) -> Tensor:
     return mla(w, x, rotary=False)
 
 
-def fox(w: Weights, x: Tensor, theta: bool = False) -> Tensor:
+def fox(w: Weights, x: Tensor, theta: bool = False, phi: Callable[[Tensor], Tensor] = torch.sigmoid) -> Tensor:
     """Lin 2025 per head, with the layer of the Pro variant where it has weights for it."""
     heads = w["forget.proj.bias"].shape[0]
     q, kv = split_heads(linear(w, "to_q", x), E), split_heads(linear(w, "to_kv", x), E)
@@ -97,7 +98,7 @@ def fox(w: Weights, x: Tensor, theta: bool = False) -> Tensor:
     if "o_norm.weight" in w:
         o = w["o_norm.weight"].view(-1, E) * o / (o.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     if "to_gate.weight" in w:
-        o = o * torch.sigmoid(linear(w, "to_gate", x)).view(o.shape)
+        o = o * phi(linear(w, "to_gate", x)).view(o.shape)
     return linear(w, "out", o.flatten(2))
 
 
@@ -153,6 +154,11 @@ CASES: dict[str, Case] = {
     "fox": (FoX(heads=3, head_width=E), fox),
     "fox, grouped heads, rotary": (FoX(**FOX_SIZES, rotary_theta=10000.0), fox_with_rotary),
     "fox, pro": (FoX(heads=3, head_width=E, **PRO), fox),
+    "fox, pro, SiLU gate": (
+        FoX(heads=3, head_width=E, **PRO, gate_activation="silu"),
+        partial(fox, phi=torch.nn.functional.silu),
+    ),
+    "path_attention, convolution bias": (PathAttention(heads=3, head_width=E, conv_bias=True), path),
     "fox, pro, grouped heads": (FoX(**FOX_SIZES, **PRO), fox),
 }
 
