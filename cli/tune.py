@@ -140,7 +140,7 @@ def _print_model(tuned: "ModelTuned") -> None:
 
 
 def _print(tuned: "Tuned") -> None:
-    from deltazoo.backends.triton.runtime.table import COLUMNS
+    from deltazoo.backends.triton.runtime.records import COLUMNS
 
     print_line(tuned.environment.line())
     print_table(COLUMNS, [record.cells() for record in tuned.records])

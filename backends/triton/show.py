@@ -15,7 +15,8 @@ from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of
 from deltazoo.backends.triton.problem import Problem, architecture
 from deltazoo.backends.triton.route import route_of
-from deltazoo.backends.triton.runtime.table import describe, look_up
+from deltazoo.backends.triton.runtime.records import describe
+from deltazoo.backends.triton.runtime.table import look_up
 from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.update.spec import UpdateSpec
 

@@ -28,7 +28,7 @@ from deltazoo.backends.torch_ext.devices import DeviceSpec, usable_device
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.chunk.registry import STEPS
 from deltazoo.backends.triton.config import LaunchConfig
-from deltazoo.backends.triton.runtime.table import key_of
+from deltazoo.backends.triton.runtime.records import key_of
 from deltazoo.backends.tuning.candidates import Target, problem_of, zero_operands
 from deltazoo.backends.tuning.tune import DIRECTION_OF, Runner
 from deltazoo.backends.update.base import UpdateInputs, UpdateMeta

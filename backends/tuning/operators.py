@@ -126,7 +126,7 @@ def captured_tunables() -> Iterator[dict[OperatorKey, Tunable]]:
 
 def candidates(options: Options, effort: str = "quick") -> list[Options]:
     """Return the options to try for a launch, its own first: its neighbours, or every combination."""
-    own_warps, own_stages, _ = options
+    own_warps, own_stages = options.warps, options.stages
     pairs = list(itertools.product((1, 2, 4, 8, 16), (1, 2, 3, 4, 5)))
     if effort == "quick":
         neighbours = [(own_warps // 2, own_stages), (2 * own_warps, own_stages)]

@@ -28,19 +28,16 @@ from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.runtime.records import Key, Record, describe, key_of
 from deltazoo.backends.triton.runtime.revisions import REVISIONS
 from deltazoo.backends.triton.runtime.table import (
-    Key,
-    Record,
     Table,
     clear_caches,
     configured,
-    describe,
-    key_of,
     read_table,
     records_of,
     user_table,
-)  # fmt: skip
+)
 from deltazoo.backends.tuning.candidates import Target, candidates, problem_of
 
 _ORDER: tuple[str, ...] = (

@@ -134,7 +134,10 @@ def test_every_output_matches_float64(monkeypatch, shape, delta, own, erase_prev
         "H": s.H, "HV": s.HV, "K": s.K, "C": C, "DELTA": delta, "ERASE_KEY": own, "ERASE_CHANNELS": False,
         "ERASE": delta, "WRITE": True, "ERASE_PREVIOUS": erase_previous, "READ_BEFORE": read_before, "PACKED": s.packed,
     }  # fmt: skip
-    run = launcher(None)(module.sm90_channel_prepare_kernel, tensors, traits)
+    kernel = module.sm90_channel_prepare_kernel
+    tensors["gmem"] = kernel.Pointers._make([tensors[name] for name in kernel.Pointers._fields])
+    constants = {"traits": kernel.Traits._make([traits[name] for name in kernel.Traits._fields])}
+    run = launcher(None)(kernel, tensors, constants)
     run(s.slots(C) * s.HV, {"N": s.N, "T": s.T, "scale": kind.scale})
     rounding = torch.finfo(dtype).eps / 2
     operands = torch.finfo(torch.float16).eps  # two of them are rounded to float16

@@ -13,7 +13,8 @@ from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.chunk.plan import make_plan
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.decode import fused
-from deltazoo.backends.triton.runtime.table import configured, key_of, read_table
+from deltazoo.backends.triton.runtime.records import key_of
+from deltazoo.backends.triton.runtime.table import configured, read_table
 from deltazoo.backends.tuning import measure
 from deltazoo.backends.tuning.candidates import Target, candidates
 from deltazoo.backends.tuning.measure import CudaRunner, checks_of
@@ -215,8 +216,8 @@ def test_kernels_of_a_target_depend_on_spec_and_length():
     assert "prepare" not in kernels_of(additive, TuneConfig())
     assert "prepare" in kernels_of(PACK, TuneConfig())
     assert kernels_of(TOKEN, TuneConfig()) == ["decode", "fused_step"]
-    retnet = TOKEN._replace(spec=UpdateSpec(decay="fixed", transition="additive"))
-    assert kernels_of(retnet, TuneConfig()) == ["decode"]  # no mixer has a fused step with a fixed decay
+    rwkv7 = TOKEN._replace(spec=UpdateSpec(decay="channel", transition="dplr"))
+    assert kernels_of(rwkv7, TuneConfig()) == ["decode"]  # it has no fused step
     assert kernels_of(TOKEN._replace(spec=UpdateSpec(householders=2)), TuneConfig()) == ["decode"]
 
 

@@ -4,8 +4,6 @@ Three tables, later ones override earlier ones: the shipped table of a device (`
 file in the platform's config folder, where `deltazoo tune` writes), and those named with `use_table`. A record is used
 only with the Triton version and the kernel revision it was measured with. A launch config changes nothing but the order
 of floating-point operations.
-
-H key heads, HV value heads, K key width, V value width
 """
 
 import contextlib
@@ -19,166 +17,27 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltazoo.backends.io.errors import ConfigError, describe_invalid
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.torch_ext.devices import DeviceSpec, triton_version
 from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.chunk.plan import Plan, make_plan
-from deltazoo.backends.triton.chunk.registry import KERNELS, STEPS
-from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
-from deltazoo.backends.triton.problem import Decay, Problem
+from deltazoo.backends.triton.config import LaunchConfig, parse
+from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime import options, replay
 from deltazoo.backends.triton.runtime.options import OperatorKey, OperatorRecord
+from deltazoo.backends.triton.runtime.records import TUNED, Key, Record, key_of
 from deltazoo.backends.triton.runtime.revisions import REVISIONS, revision_of
-from deltazoo.backends.triton.tiles import cdiv
 
 _log = logging.getLogger("deltazoo")
-
-# The tuner measures these in order: chunks per segment, then the launches of the registry's phases. The reverse scan
-# decides whether the two kernels after it are launched.
-TUNED = ("segment_chunks", *dict.fromkeys(("prepare", "scan", "reverse", *KERNELS)))
 
 # Triton versions whose records hold for each other: those that assemble with the same ptxas, here 12.8.93. Kernels
 # were checked with every version of a group on the GPU; Triton 3.8 and 3.9 bring other versions of ptxas.
 _SAME_PTXAS = (((3, 6), (3, 7)),)
-_MAX_PROGRAMS, _MAX_CHUNKS = 256, 1024  # a device is full beyond these
-
-
-class Key(BaseModel):
-    """The class of problems that a record holds for.
-
-    Args:
-        groups: value heads per key head.
-        segments: the segments of a sequence are computed in parallel.
-        programs: programs that can run at once, tiles aside, rounded down to a power of two, at most 256.
-        chunks: chunks of a sequence, rounded likewise, at most 1024; 0 except for kernel="segment_chunks".
-        The other fields are those of `Problem`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kernel: str
-    dtype: Literal["float32", "bfloat16", "float16"]
-    K: int = Field(ge=1)
-    V: int = Field(ge=1)
-    groups: int = Field(ge=1)
-    delta: bool
-    erase_key: bool
-    decay: Decay
-    packed: bool
-    split_terms: bool
-    segments: bool
-    dplr: bool = False
-    programs: int = Field(ge=1)
-    chunks: int = Field(ge=0)
-
-    @field_validator("kernel")
-    @classmethod
-    def _is_tuned(cls, kernel: str) -> str:
-        if kernel not in TUNED:
-            raise ValueError(f"kernel must be one of {', '.join(TUNED)}, got {kernel!r}")
-        return kernel
-
-    @property
-    def code(self) -> "Key":
-        """The key without the fields that do not change the compiled kernel: one numeric check covers them all."""
-        return self.model_copy(update={"programs": 0, "chunks": 0})
-
-    def __str__(self) -> str:
-        traits = ["delta" if self.delta else "additive", f"decay={self.decay}"]
-        traits += [name for name in ("erase_key", "packed", "split_terms", "segments", "dplr") if getattr(self, name)]
-        sizes = f"K={self.K} V={self.V} groups={self.groups} programs={self.programs}"
-        return f"{self.dtype} {' '.join(traits)} {sizes}" + (f" chunks={self.chunks}" if self.chunks else "")
-
-
-def key_of(kernel: str, problem: Problem, segment_chunks: int) -> Key:
-    """Classify a problem for one kernel, with segments of so many chunks (0: none)."""
-    chunks = max(1, cdiv(problem.T, 64) // (max(1, problem.N) if problem.packed else 1))
-    rows = problem.N * problem.HV
-    programs = {
-        "prepare": problem.N * problem.H * chunks,
-        "gradients": problem.N * problem.H * chunks,
-        "recompute": rows * cdiv(chunks, LaunchConfig().checkpoint_chunks),
-        "scan": rows * (cdiv(chunks, segment_chunks) if segment_chunks else 1),
-        "reverse": rows * (cdiv(chunks, segment_chunks) if segment_chunks else 1),
-    }.get(kernel, rows)
-    return Key(
-        kernel=kernel, dtype=str(problem.dtype).removeprefix("torch."), K=problem.K, V=problem.V,
-        groups=problem.HV // problem.H, delta=problem.delta, erase_key=problem.erase_key, decay=problem.decay,
-        packed=problem.packed, split_terms=problem.split_terms,
-        segments=bool(segment_chunks) and kernel not in ("segment_chunks", *STEPS), dplr=problem.dplr,
-        programs=_rounded(programs, _MAX_PROGRAMS),
-        chunks=_rounded(chunks, _MAX_CHUNKS) if kernel == "segment_chunks" else 0,
-    )  # fmt: skip
-
-
-class Record(BaseModel):
-    """One measured choice.
-
-    Args:
-        key: the problems it holds for.
-        triton, revision: the Triton version and the kernel revision it was measured with; `holds_for` says for which
-            versions it holds.
-        launch, segment_chunks: the choice: a launch, or for kernel="segment_chunks" the chunks per segment.
-        shape: the measured shape. ms: its median time with the choice. heuristic_ms: its median time with the
-            heuristic's choice, other kernels equal; None if that does not run or fails the check.
-        tried: number of candidates. rejected: those that failed to run or failed the numeric check.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: Key
-    triton: str
-    revision: int
-    launch: Launch | None = None
-    segment_chunks: int | None = Field(default=None, ge=0)
-    shape: str
-    ms: float = Field(gt=0, allow_inf_nan=False)
-    heuristic_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    tried: int = Field(ge=1)
-    rejected: int = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _has_one_choice(self) -> Self:
-        kernel = self.key.kernel
-        of_segments = kernel == "segment_chunks"
-        if (self.segment_chunks is not None) != of_segments or (self.launch is None) != of_segments:
-            raise ValueError(f"kernel={kernel!r} needs {kernel if of_segments else 'launch'} alone")
-        if self.segment_chunks is not None:
-            LaunchConfig(segment_chunks=self.segment_chunks)
-        if self.launch is not None:
-            if self.launch.kernel == "fused" and self.key.segments:
-                raise ValueError("launch.kernel must not be 'fused' with segments")
-            LaunchConfig(**{kernel: self.launch})
-        return self
-
-    @property
-    def gain(self) -> float | None:
-        """The heuristic's time over this one; None if the heuristic's choice does not run or fails the check."""
-        return None if self.heuristic_ms is None else self.heuristic_ms / self.ms
-
-    def cells(self) -> list[str]:
-        """The record as a table row under `COLUMNS`."""
-        gain = "" if self.gain is None else f"{self.gain:.2f}"
-        choice = describe(self.launch if self.segment_chunks is None else self.segment_chunks)
-        return [
-            self.key.kernel, self.shape, str(self.key), choice, f"{self.ms:.3f}", gain, f"{self.tried}",
-            f"{self.rejected}",
-        ]  # fmt: skip
-
-
-def describe(choice: Launch | int | None) -> str:
-    """Print a launch, or chunks per segment, on one line."""
-    if not isinstance(choice, Launch):
-        return f"segment_chunks={choice}"
-    return " ".join(f"{name}={value}" for name, value in choice if value and value != "portable")
-
-
-COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
 
 
 class Table(BaseModel):
@@ -421,8 +280,3 @@ def _parse_table(text: str, name: str) -> Table:
 def _order(record: Record) -> tuple[object, ...]:
     kernel, *traits, programs, chunks = (value for _, value in record.key)
     return record.triton, *traits, TUNED.index(kernel), programs, chunks
-
-
-def _rounded(n: int, largest: int) -> int:
-    """Round down to a power of two."""
-    return min(largest, 1 << (max(n, 1).bit_length() - 1))
