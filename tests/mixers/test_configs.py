@@ -41,7 +41,6 @@ from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
 from deltazoo.mixers.core.mixer import Mixer
 from deltazoo.mixers.families.update import UpdateConfig, update_flops
-from deltazoo.mixers.parts.convolution import ShortConv
 
 
 def test_json_round_trip_gives_an_equal_config(config: MixerConfig) -> None:
@@ -115,7 +114,6 @@ def test_cost_is_at_least_the_flops_of_the_linear_maps(config: MixerConfig) -> N
 
 
 def test_cost_equals_the_flops_that_torch_counts_outside_the_update(update_config: UpdateConfig) -> None:
-    """Short convolutions are added, because torch does not count them."""
     config = update_config
     if isinstance(config, Mesa):
         pytest.skip("torch does not count the products of its solve; see the next test")
@@ -127,9 +125,8 @@ def test_cost_equals_the_flops_that_torch_counts_outside_the_update(update_confi
         for name, counts in counter.get_flop_counts().items()
         if name.rpartition(".")[2] == "update"
     )
-    convolutions = sum(2 * m.weight.numel() for m in mixer.modules() if isinstance(m, ShortConv))
     updates = sum(update_flops(m.spec, m.shape) for m in mixer.modules() if isinstance(m, Update))
-    assert config.cost(24).flops - updates == counter.get_total_flops() - update_counted + convolutions
+    assert config.cost(24).flops - updates == counter.get_total_flops() - update_counted
 
 
 def test_cost_of_a_solve_is_a_matrix_vector_product_per_head_and_step() -> None:
