@@ -8,6 +8,7 @@ from least_squares_cases import CASES, Case, draw, exact_solution, relative_erro
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
+from deltazoo.backends.ops import least_squares as operators
 from deltazoo.backends.triton.least_squares import op as kernels
 from deltazoo.mixers import Mesa
 
@@ -62,18 +63,17 @@ def test_the_squares_of_small_right_hand_sides_do_not_vanish():
 
 @needs_triton
 def test_few_steps_equal_those_of_plain_torch(monkeypatch):
-    from deltazoo.backends.ops.least_squares import solve
-
     systems, b = draw(Case(1, 40, 1, 16, log_decay=0.0), torch.float32, DEVICE)
-    monkeypatch.setattr(kernels, "runs_on", lambda *_: False)
+    monkeypatch.setattr(kernels, "device_refusals", lambda *_: ("it is refused here.",))
     for steps in (0, 1, 3):
-        expected = solve(systems, b, steps)
+        expected = operators.solve(systems, b, steps)
         torch.testing.assert_close(kernels.solve(b, *systems, steps), expected, rtol=1e-4, atol=1e-5)
 
 
 @needs_triton
 def test_gradients_of_a_layer_with_the_kernels_equal_those_in_float64(monkeypatch):
-    monkeypatch.setattr(kernels, "runs_on", lambda device, index, dtype: dtype != torch.float64)
+    monkeypatch.setattr(operators, "kernel_refusals", lambda k: ["it needs float32."] * (k.dtype == torch.float64))
+    monkeypatch.setattr(kernels, "device_refusals", lambda *_: ())
     torch.manual_seed(0)
     config = Mesa(heads=1, key_width=4, value_width=8, steps=6)
     exact, mixer = config.build(12, backend="reference").double(), config.build(12, backend="reference").to(DEVICE)

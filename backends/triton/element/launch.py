@@ -123,8 +123,11 @@ def _execute(
             "scale": kind.scale, "T": s.T, "N": s.N, "segments": plan.segments, "rows": x.q.shape[0] * s.T,
             "save": save if launch.step == "scan" else 0,
         }  # fmt: skip
-        traits = _traits_of(launch.step, plan, x, kind, key_gradients)
-        launcher(_KERNELS[launch.kernel], named, traits, Options(launch.warps))(launch.programs, numbers)
+        kernel, traits = _KERNELS[launch.kernel], _traits_of(launch.step, plan, x, kind, key_gradients)
+        if launch.step == "tail":
+            named = {"gmem": kernel.Pointers(**named)}
+            traits = {"traits": kernel.Traits._make([traits[name] for name in kernel.Traits._fields])}
+        launcher(kernel, named, traits, Options(launch.warps))(launch.programs, numbers)
 
 
 def _tensors_of(step: str, plan: ElementPlan, x: ElementOperands, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -86,9 +86,10 @@ class _Launches:
         traits = {
             "HK": tensors["q"][0, 0].numel(), "HV": self.traits.HV, "V": 1, "DECAYS": self.traits.R, "BLOCK": 1024,
         }  # fmt: skip
-        names = ("v", "q", "k", "e", "log_decay", "b", "w")
-        operands = dict.fromkeys(names) | {"cu": self.tensors["cu"]} | tensors
-        launcher(zero_tail_kernel, operands, traits, Options(4))(64, {"N": self.N, "T": self.T})
+        pointers = dict.fromkeys(zero_tail_kernel.Pointers._fields) | {"cu": self.tensors["cu"]} | tensors
+        operands = {"gmem": zero_tail_kernel.Pointers(**pointers)}
+        constants = {"traits": zero_tail_kernel.Traits(**traits)}
+        launcher(zero_tail_kernel, operands, constants, Options(4))(64, {"N": self.N, "T": self.T})
 
 
 def chunk_slots(x: RotaryOperands) -> Any:
