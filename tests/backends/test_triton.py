@@ -194,7 +194,7 @@ def test_watch_reports_the_kernels_of_forward_and_backward():
     x.v.requires_grad_()
     with watch() as record:
         out = update(GATED, x, backend="triton")
-    assert record.runs[0] == ("triton", "update", 0, 0)
+    assert record.runs[0] == ("triton", "update", 0, 0, "")
     assert list(record.kernels) == ["prepare_kernel", "scan_kernel"]
     assert all(ran.programs > 0 and ran.warps > 0 for ran in record.runs[1:])
     with watch() as record:
