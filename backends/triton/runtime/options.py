@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
@@ -81,7 +82,7 @@ def options_of(kernel: Any, constants: Sequence[Any], layouts: Sequence[Any], op
     """
     if not is_tunable(kernel):
         return options
-    spec = None if device < 0 else DeviceSpec.current(device)
+    spec = DeviceSpec.current(device) if device >= 0 and torch.cuda.is_available() else None
     records = {} if spec is None else _records(spec.name, spec.triton)
     if not (records or _forced or _seen):
         return options
