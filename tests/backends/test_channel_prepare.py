@@ -7,6 +7,7 @@ import pytest
 import torch
 from gluon_on_cpu import Timing, kernels, launcher
 
+from deltazoo.backends.triton.chunk.kernels.signature import group
 from deltazoo.backends.triton.chunk.saved import Prepared
 from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 
@@ -135,9 +136,8 @@ def test_every_output_matches_float64(monkeypatch, shape, delta, own, erase_prev
         "ERASE": delta, "WRITE": True, "ERASE_PREVIOUS": erase_previous, "READ_BEFORE": read_before, "PACKED": s.packed,
     }  # fmt: skip
     kernel = module.sm90_channel_prepare_kernel
-    tensors["gmem"] = kernel.Pointers._make([tensors[name] for name in kernel.Pointers._fields])
-    constants = {"traits": kernel.Traits._make([traits[name] for name in kernel.Traits._fields])}
-    run = launcher(None)(kernel, tensors, constants)
+    tensors["gmem"], constants = group(kernel, tensors, traits)
+    run = launcher(None)(kernel, tensors, {"traits": constants})
     run(s.slots(C) * s.HV, {"N": s.N, "T": s.T, "scale": kind.scale})
     rounding = torch.finfo(dtype).eps / 2
     operands = torch.finfo(torch.float16).eps  # two of them are rounded to float16

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.torch_ext.devices import tf32_allowed
+from deltazoo.backends.triton.chunk.kernels.signature import group
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, gate_gradients
 from deltazoo.backends.triton.runtime.launcher import launcher
 from deltazoo.backends.triton.support import Kernel
@@ -112,9 +113,8 @@ def execute(launches: Sequence[KernelLaunch], plan: Plan, scale: float, tensors:
         operands, numbers, traits = arguments(plan, launch, scale, tensors)
         if "TILED" in kernel.Traits._fields and traits["TILED"]:
             operands["v"] = descriptor(plan, launch, tensors.v)
-        operands["gmem"] = kernel.Pointers._make([operands[name] for name in kernel.Pointers._fields])
-        constants = {"traits": kernel.Traits._make([traits[name] for name in kernel.Traits._fields])}
-        launcher(kernel, operands, constants, launch.options)(launch.programs, numbers)
+        operands["gmem"], constants = group(kernel, operands, traits)
+        launcher(kernel, operands, {"traits": constants}, launch.options)(launch.programs, numbers)
 
 
 def load(kernel: Kernel) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
+from deltazoo.backends.triton.chunk.kernels.signature import group
 from deltazoo.backends.triton.element.config import ElementLaunch, Tiling, checkpoint_slots
 from deltazoo.backends.triton.element.kernels.backward import element_backward_kernel, element_reverse_kernel
 from deltazoo.backends.triton.element.kernels.combine import element_combine_kernel
@@ -125,8 +126,7 @@ def _execute(
         }  # fmt: skip
         kernel, traits = _KERNELS[launch.kernel], _traits_of(launch.step, plan, x, kind, key_gradients)
         if launch.step == "tail":
-            named = {"gmem": kernel.Pointers(**named)}
-            traits = {"traits": kernel.Traits._make([traits[name] for name in kernel.Traits._fields])}
+            named["gmem"], traits["traits"] = group(kernel, named, traits)
         launcher(kernel, named, traits, Options(launch.warps))(launch.programs, numbers)
 
 

@@ -79,6 +79,7 @@ class _Launches:
     def zero_tail(self, **tensors: Tensor) -> None:
         """Zero the rows after the last packed sequence. tensors: by the kernel's parameters."""
         from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
+        from deltazoo.backends.triton.chunk.kernels.signature import group
         from deltazoo.backends.triton.runtime.launcher import launcher
 
         if self.tensors["cu"] is None:
@@ -87,9 +88,9 @@ class _Launches:
             "HK": tensors["q"][0, 0].numel(), "HV": self.traits.HV, "V": 1, "DECAYS": self.traits.R, "BLOCK": 1024,
         }  # fmt: skip
         pointers = dict.fromkeys(zero_tail_kernel.Pointers._fields) | {"cu": self.tensors["cu"]} | tensors
-        operands = {"gmem": zero_tail_kernel.Pointers(**pointers)}
-        constants = {"traits": zero_tail_kernel.Traits(**traits)}
-        launcher(zero_tail_kernel, operands, constants, Options(4))(64, {"N": self.N, "T": self.T})
+        gmem, constants = group(zero_tail_kernel, pointers, traits)
+        run = launcher(zero_tail_kernel, {"gmem": gmem}, {"traits": constants}, Options(4))
+        run(64, {"N": self.N, "T": self.T})
 
 
 def chunk_slots(x: RotaryOperands) -> Any:
