@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.support import Options
 
 _PACKAGE = "deltazoo.backends.triton."
@@ -80,11 +79,9 @@ def options_of(kernel: Any, constants: Sequence[Any], layouts: Sequence[Any], op
 
     Args: constants, layouts: of the launch, as `launcher` lists them. device: the index.
     """
-    if not is_tunable(kernel):
-        return options
-    spec = DeviceSpec.current(device) if device >= 0 and torch.cuda.is_available() else None
+    spec = None if device < 0 else problems.device_spec(device)
     records = {} if spec is None else _records(spec.name, spec.triton)
-    if not (records or _forced or _seen):
+    if not (records or _forced or _seen) or not is_tunable(kernel):
         return options
     key = _key(kernel, tuple(constants), tuple(layouts))
     for seen in _seen:
