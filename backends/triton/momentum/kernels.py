@@ -112,6 +112,20 @@ def momentum_inverse_kernel(system, scores, inverse, rounded, traits: tl.constex
     tl.store(rounded + at, load_square(scores, chunk, C).to(rounded.dtype.element_ty))
 
 
+@triton.jit
+def initial_states(state, n, h, ks, vs, traits: tl.constexpr):
+    """Load S and N before a sequence from state [N, H, 2, K, V]; None: they are 0."""
+    BK: tl.constexpr = traits.BK
+    BV: tl.constexpr = traits.BV
+    if state is None:
+        S = tl.zeros([BK, BV], tl.float32)
+        N = tl.zeros([BK, BV], tl.float32)
+    else:
+        S = load_state(state, (n * traits.H + h) * 2, ks, vs, traits)
+        N = load_state(state, (n * traits.H + h) * 2 + 1, ks, vs, traits)
+    return S, N
+
+
 @triton.jit(do_not_specialize=["G", "head", "heads"])
 def momentum_scan_kernel(
     q, k, v, rounded, inverse, gates, state, starts, o, final, error, G, head, heads, traits: tl.constexpr
@@ -122,17 +136,10 @@ def momentum_scan_kernel(
     and error [G, C, H, V], and final [N, H, 2, K, V].
     """
     C: tl.constexpr = traits.C
-    BK: tl.constexpr = traits.BK
-    BV: tl.constexpr = traits.BV
     dtype: tl.constexpr = k.dtype.element_ty
     n, begin, end, h, vs = locate(starts, G, heads, head, traits)
     ks = tl.arange(0, traits.BK)
-    if state is None:
-        S = tl.zeros([BK, BV], tl.float32)
-        N = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = load_state(state, (n * traits.H + h) * 2, ks, vs, traits)
-        N = load_state(state, (n * traits.H + h) * 2 + 1, ks, vs, traits)
+    S, N = initial_states(state, n, h, ks, vs, traits)
     for slot in range(begin, end):
         chunk = slot * traits.H + h
         k_tile = load_tile(k, slot, h, ks, traits.K, traits)
@@ -163,17 +170,10 @@ def momentum_states_kernel(k, gates, error, state, starts, states, G, head, head
     Reads k, gates, error and state. Writes states [G, heads, 2, K, V].
     """
     C: tl.constexpr = traits.C
-    BK: tl.constexpr = traits.BK
-    BV: tl.constexpr = traits.BV
     dtype: tl.constexpr = k.dtype.element_ty
     n, begin, end, h, vs = locate(starts, G, heads, head, traits)
     ks = tl.arange(0, traits.BK)
-    if state is None:
-        S = tl.zeros([BK, BV], tl.float32)
-        N = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = load_state(state, (n * traits.H + h) * 2, ks, vs, traits)
-        N = load_state(state, (n * traits.H + h) * 2 + 1, ks, vs, traits)
+    S, N = initial_states(state, n, h, ks, vs, traits)
     for slot in range(begin, end):
         chunk = slot * traits.H + h
         at = (slot * heads + h - head) * 2
