@@ -5,6 +5,7 @@
 An operator with a loop over the taps in plain torch. B batch, T time, C channels, W taps
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 
+Operator = Callable[..., Any]
+
 
 def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     """Convolve x with one filter per channel; differentiable once.
@@ -24,7 +27,7 @@ def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling() and functorch_is_active():
         return shifted_sum(x, weight)
-    y: Tensor = _WideConv.apply(x, weight)
+    y: Tensor = _convolve(x, weight)
     return y
 
 
@@ -68,22 +71,31 @@ _backward_op = operator(
 )
 
 
-@cache_forward_signature
-class _WideConv(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = _forward_op(x, weight)
-        return y
+def differentiable(name: str, forward_op: Operator, backward_op: Operator) -> Operator:
+    """Return the operator `name` of (x, weight) with its gradients; differentiable once.
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    Args: backward_op: (dy, x, weight) -> (dx, d_weight).
+    """
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor] = _backward_op(dy, *ctx.saved_tensors)
-        return gradients
+    @cache_forward_signature
+    class WideConv(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, weight: Tensor) -> Tensor:
+            y: Tensor = forward_op(x, weight)
+            return y
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @differentiable_once
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+            gradients: tuple[Tensor, Tensor] = backward_op(dy, *ctx.saved_tensors)
+            return gradients
+
+    differentiate_exported(name, WideConv.apply)
+    return WideConv.apply
 
 
-differentiate_exported("wide_conv", _WideConv.apply)
+_convolve = differentiable("wide_conv", _forward_op, _backward_op)

@@ -3,14 +3,11 @@
 Triton is imported when a kernel first runs. B batch, T time, C channels, W taps
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from deltazoo.backends.ops.wide_conv import backward_fake, forward_fake, shifted_sum
-from deltazoo.backends.torch_ext.autograd import differentiable_once
-from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
+from deltazoo.backends.ops.wide_conv import backward_fake, differentiable, forward_fake, shifted_sum
+from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.operands import all_ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
@@ -20,7 +17,7 @@ def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     """As `deltazoo.backends.ops.wide_conv.wide_conv`, not in float64."""
     if not torch.compiler.is_compiling() and functorch_is_active():
         return shifted_sum(x, weight)
-    y: Tensor = _WideConv.apply(x, weight)
+    y: Tensor = _convolve(x, weight)
     return y
 
 
@@ -53,22 +50,4 @@ _backward_op = operator(
 )
 
 
-@cache_forward_signature
-class _WideConv(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = _forward_op(x, weight)
-        return y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor] = _backward_op(dy, *ctx.saved_tensors)
-        return gradients
-
-
-differentiate_exported("triton_wide_conv", _WideConv.apply)
+_convolve = differentiable("triton_wide_conv", _forward_op, _backward_op)
