@@ -118,14 +118,14 @@ def borrowed_decoder(
 
 def _borrow(model: TokenModel, batch: int, capacity: int, max_tokens: int, compile: bool | None) -> Kept:
     on_cuda, eager = model.device.type == "cuda", dispatch_mode_is_active() or runs_python_code(model)
-    wants = compile if compile is not None else not eager and _repays(model, max_tokens, batch)
+    compiles_step = compile if compile is not None else not eager and _repays(model, max_tokens, batch)
     unkept = functools.partial(Kept, fingerprint=Fingerprint([], []), key=(), bytes=0)
-    if not _kept.get(model) and (eager or not (wants or on_cuda)):
-        return unkept(Decoder(model, batch, capacity, wants))
+    if not _kept.get(model) and (eager or not (compiles_step or on_cuda)):
+        return unkept(Decoder(model, batch, capacity, compiles_step))
     kept, now = _kept.setdefault(model, []), fingerprint(model)
     kept[:] = [one for one in kept if one.fingerprint.matches(now)]
     if eager:
-        return unkept(Decoder(model, batch, capacity, wants))
+        return unkept(Decoder(model, batch, capacity, compiles_step))
     rows, slots = _rounded_batch(batch), _rounded_capacity(capacity)
     key: tuple[object, ...] = next((one.key for one in kept if (rows, slots) in one.sizes), ())
     if not key:
@@ -134,15 +134,15 @@ def _borrow(model: TokenModel, batch: int, capacity: int, max_tokens: int, compi
     usable = [one for one in kept if one.key == key]
     compiled = [one for one in usable if one.compile_s is not None]
     captured = [one for one in usable if one.compile_s is None]
-    for one in [*(() if compile is False else compiled), *(() if wants else captured)][:1]:
+    for one in [*(() if compile is False else compiled), *(() if compiles_step else captured)][:1]:
         kept.remove(one)
         one.decoder.capacity = slots  # of which the state has equal shapes
         one.sizes.add((rows, slots))
         return one
-    if not wants and not on_cuda:
+    if not compiles_step and not on_cuda:
         return unkept(Decoder(model, batch, capacity))
     kept[:] = [one for one in kept if one not in captured]  # the new decoder replaces them
-    return _make(model, rows, slots, wants, key)
+    return _make(model, rows, slots, compiles_step, key)
 
 
 def _make(model: TokenModel, batch: int, capacity: int, compile: bool, key: tuple[object, ...]) -> Kept:

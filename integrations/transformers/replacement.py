@@ -61,7 +61,7 @@ class Replacement:
         self._undo: list[_Function] = []
 
     def undo(self) -> None:
-        """Restore what was there before, in the reverse order. A second call has no effect."""
+        """Restore the replaced attributes, the last one first. A second call has no effect."""
         while self._undo:
             self._undo.pop()()
 

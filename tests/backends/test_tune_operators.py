@@ -50,7 +50,7 @@ def no_tables(monkeypatch, tmp_path):
 
 
 class Kernel:
-    """A stand-in for a compiled norm kernel."""
+    """Replaces a compiled norm kernel in these tests."""
 
     __name__ = "rms_norm_kernel"
 

@@ -1,6 +1,6 @@
 """One case of each way into other libraries; `make test-integrations` has the products.
 
-The reference computes the updates, because other backends compile each spec, and the wiring is what is tested here.
+The tests are about the calls between the libraries, so the reference computes the updates: it compiles nothing.
 """
 
 from collections.abc import Iterator

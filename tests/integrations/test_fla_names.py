@@ -165,9 +165,9 @@ def test_the_function_equals_its_recurrence_with_every_gradient(name: str, packe
     assert_close(final, wanted[1])
     used = [(a, b) for a, b in zip(*gradients, strict=True) if a is not None or b is not None]
     assert len(used) >= 4
-    for actual, want in used:
-        assert actual is not None and want is not None
-        assert_close(actual, want, 1e-8)
+    for actual, exact in used:
+        assert actual is not None and exact is not None
+        assert_close(actual, exact, 1e-8)
 
 
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_kda", "chunk_gdn2", "chunk_gla"])
