@@ -13,6 +13,7 @@ from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers.attention import Attention, AttentionConfig, SlidingWindow
 from deltazoo.mixers.core.mixer import MixerConfig
+from deltazoo.mixers.core.part import HeadShape
 
 NAMES = decoder.Names(
     embedding="model.embeddings.weight",
@@ -116,6 +117,15 @@ def conv_config(width: int) -> dict[str, Any]:
 def expanded(config: HubConfig, field: str, default: float, heads: int) -> int:
     """Return the width of a head whose field is the ratio of all heads' widths to that of the model."""
     return round(config.get(field, default) * config["hidden_size"]) // heads
+
+
+def expansions(shape: HeadShape, width: int) -> dict[str, Any]:
+    """Return the fields that `expanded` reads, and the number of heads."""
+    return {
+        "num_heads": shape.heads,
+        "expand_k": shape.heads * shape.key_width / width,
+        "expand_v": shape.heads * shape.value_width / width,
+    }
 
 
 def _attention(fields: dict[str, Any]) -> Attention | SlidingWindow:

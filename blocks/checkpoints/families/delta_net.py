@@ -31,12 +31,9 @@ class DeltaNet(fla.Fla):
         )
 
     def mixer_config(self, mixer: deltanet.DeltaNet, width: int) -> dict[str, Any]:
-        shape = mixer.shape(width)
         return {
             **delta_rule.common_config(mixer),
-            "num_heads": shape.heads,
-            "expand_k": shape.heads * shape.key_width / width,
-            "expand_v": shape.heads * shape.value_width / width,
+            **fla.expansions(mixer.shape(width), width),
             "use_gate": mixer.gate,
         }
 

@@ -33,12 +33,9 @@ class GLA(fla.Fla):
         )
 
     def mixer_config(self, mixer: gla_mixers.GLA, width: int) -> dict[str, Any]:
-        shape = mixer.shape(width)
         return {
-            "num_heads": shape.heads,
+            **fla.expansions(mixer.shape(width), width),
             "num_kv_heads": mixer.key_value_heads,
-            "expand_k": shape.heads * shape.key_width / width,
-            "expand_v": shape.heads * shape.value_width / width,
             "fuse_norm": True,
             **fla.conv_config(mixer.conv_width),
         }
@@ -71,13 +68,7 @@ class RetNet(fla.Fla):
         )
 
     def mixer_config(self, mixer: retnet_mixers.RetNet, width: int) -> dict[str, Any]:
-        shape = mixer.shape(width)
-        return {
-            "num_heads": shape.heads,
-            "expand_k": shape.heads * shape.key_width / width,
-            "expand_v": shape.heads * shape.value_width / width,
-            "fuse_norm": True,
-        }
+        return {**fla.expansions(mixer.shape(width), width), "fuse_norm": True}
 
     def mixer_rules(self, mixer: retnet_mixers.RetNet, width: int) -> list[Rule]:
         shape = mixer.shape(width)
