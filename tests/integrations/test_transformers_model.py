@@ -15,6 +15,8 @@ from deltazoo.backends.io.errors import ConfigError, InputError, StateError, Uns
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_models import perturbed  # noqa: E402
+
 from deltazoo.integrations.transformers import (  # noqa: E402
     DeltazooConfig,
     DeltazooForCausalLM,
@@ -48,11 +50,7 @@ def stack(**fields: Any) -> StackSpec:
 
 def build(**fields: Any) -> Any:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(DeltazooConfig(stack=stack(**fields)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
+    return perturbed(transformers.AutoModelForCausalLM.from_config(DeltazooConfig(stack=stack(**fields))))
 
 
 def tokens(batch: int = 2, length: int = T, seed: int = 1) -> Tensor:

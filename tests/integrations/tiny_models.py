@@ -45,7 +45,11 @@ def build(name: str) -> Any:
     family = FAMILIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.fields, attn_implementation="eager")
-    model = getattr(transformers, f"{family.name}ForCausalLM")(config)
+    return perturbed(getattr(transformers, f"{family.name}ForCausalLM")(config))
+
+
+def perturbed(model: Any) -> Any:
+    """Add random numbers to all parameters, so that none is 0 or 1."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
