@@ -187,8 +187,15 @@ class SigmoidDecay(OperandPart, Fusible, Stateful):
         return f"per={self.per!r}, temperature={self.temperature:g}"
 
 
-class ConstantDecay(OperandPart, Fusible):
-    """A log_decay [HV] that is constant in time."""
+class FixedDecay(OperandPart, Fusible):
+    """log_decay_h = log(1 - 2^(-5 - h)) for value head h, constant in time.
+
+    Source: RetNet 2307.08621, equation 8.
+    """
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.heads = shape.value_heads
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
@@ -202,26 +209,11 @@ class ConstantDecay(OperandPart, Fusible):
         return {"log_decay": self._log_decay(x)}
 
     def _log_decay(self, like: Tensor) -> Tensor:
-        """Return log_decay on the device of a tensor, in the dtype of its state."""
-        raise NotImplementedError
-
-
-class FixedDecay(ConstantDecay):
-    """log_decay_h = log(1 - 2^(-5 - h)) for value head h, constant in time.
-
-    Source: RetNet 2307.08621, equation 8.
-    """
-
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.heads = shape.value_heads
-
-    def _log_decay(self, like: Tensor) -> Tensor:
         head_HV = torch.arange(self.heads, device=like.device, dtype=state_dtype(like.dtype))
         return torch.log1p(-torch.exp2(-5 - head_HV))
 
 
-class SlopeDecay(ConstantDecay):
+class SlopeDecay(OperandPart, Fusible):
     """log_decay_h = -s_h (1 - l / (L - 1) + 1e-5) for value head h in layer l of L, with l / (L - 1) = 0 if L = 1.
 
     Args: slopes: "power": s_h = 2^(-8 (h + 1) / HV). "alibi": the same if HV is a power of two; otherwise, with P the
@@ -235,6 +227,17 @@ class SlopeDecay(ConstantDecay):
         super().__init__()
         self.heads, self.slopes = shape.value_heads, slopes
         self.factor = 1 - place.layer / max(place.depth - 1, 1) + 1e-5
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        return inputs._replace(log_decay=self._log_decay(inputs.q)), None
+
+    def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
+        return step if step.spec.decay == "fixed" else None
+
+    def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
+        return {"log_decay": self._log_decay(x)}
 
     def _log_decay(self, like: Tensor) -> Tensor:
         head_HV = torch.arange(1, self.heads + 1, device=like.device, dtype=state_dtype(like.dtype))
