@@ -74,12 +74,14 @@ _forced: dict[OperatorKey, Options] = {}
 _seen: list[dict[OperatorKey, Options]] = []  # innermost `launches_seen` last
 
 
-def options_of(kernel: Any, constants: Sequence[Any], layouts: Sequence[Any], options: Options, device: int) -> Options:
+def options_of(
+    kernel: Any, constants: Sequence[Any], layouts: Sequence[Any], options: Options, device: int | None
+) -> Options:
     """Return the options of a launch, which is given with its own.
 
-    Args: constants, layouts: of the launch, as `launcher` lists them. device: the index.
+    Args: constants, layouts: of the launch, as `launcher` lists them. device: the index; None or negative: no GPU.
     """
-    spec = None if device < 0 else problems.device_spec(device)
+    spec = None if device is None or device < 0 else problems.device_spec(device)
     records = {} if spec is None else _records(spec.name, spec.triton)
     if not (records or _forced or _seen) or not is_tunable(kernel):
         return options
