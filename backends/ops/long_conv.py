@@ -83,7 +83,7 @@ def _forward_fake(x: Tensor, kernel: Tensor) -> Tensor:
 def _backward(dy: Tensor, x: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
     """Correlate dy with the kernel and with x."""
     T = x.shape[1]
-    dx, d_kernel = x.new_empty(x.shape), torch.zeros_like(kernel)
+    dx, d_kernel = x.new_empty(x.shape), kernel.new_zeros(kernel.shape)
     for channels, size in _windows(x, kernel):
         d_spectrum = _spectrum(dy[..., channels], size, kernel.dtype)
         of_kernel = (_spectrum(x[..., channels], size, kernel.dtype).conj() * d_spectrum).sum(0)

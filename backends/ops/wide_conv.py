@@ -53,7 +53,7 @@ def forward_fake(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    dx, d_weight, T = torch.zeros_like(dy), torch.zeros_like(weight), x.shape[1]
+    dx, d_weight, T = torch.zeros_like(dy), weight.new_zeros(weight.shape), x.shape[1]
     for lag in range(min(T, len(weight))):
         dx[:, : T - lag] += dy[:, lag:] * weight[lag]
         d_weight[lag] = (dy[:, lag:] * x[:, : T - lag]).sum((0, 1))

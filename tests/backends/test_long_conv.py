@@ -29,6 +29,11 @@ def test_output_and_gradients_equal_the_sum_over_taps(T, scratch, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_transposed_operands_are_laid_out_as_the_fake_ones():
+    dy, x, kernel = torch.randn(2, 9, 5).mT, torch.randn(2, 9, 5).mT, torch.randn(9, 5).T
+    torch.library.opcheck(torch.ops.deltazoo.long_conv_backward.default, (dy, x, kernel), test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("T", [1, 2, 3, 1000, 4096, 4097, 65537])
 def test_transforms_are_long_enough_and_less_than_a_third_longer(T):
     assert 2 * T - 1 <= transform_length(T) < max(3, 4 / 3 * 2 * T)

@@ -124,6 +124,13 @@ def test_heads_in_several_programs_add_their_gradients(monkeypatch):
 
 
 @needs_triton
+def test_gradients_of_two_key_heads_are_contiguous():
+    operands, _ = draw("groups of heads, all channels", torch.float32, 1.0)
+    results = rotate(RotaryOperands(*operands))
+    assert all(x.is_contiguous() for x in torch.autograd.grad(results.q.sum(), operands[:2]))
+
+
+@needs_triton
 def test_angles_of_a_long_sequence_are_exact():
     generator = torch.Generator().manual_seed(0)
     T = 100

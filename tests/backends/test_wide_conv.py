@@ -30,6 +30,11 @@ def test_plain_torch_equals_the_sum_over_taps(T):
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_transposed_operands_are_laid_out_as_the_fake_ones():
+    dy, x, weight = torch.randn(2, 3, 30).mT, torch.randn(2, 3, 30).mT, torch.randn(3, 20).T
+    torch.library.opcheck(torch.ops.deltazoo.wide_conv_backward.default, (dy, x, weight), test_utils="test_faketensor")
+
+
 def test_vmap_equals_a_batch():
     x, weight = torch.randn(4, 30, 3, dtype=torch.float64), torch.randn(20, 3, dtype=torch.float64)
     actual = torch.func.vmap(lambda row: wide_conv(row[None], weight)[0])(x)

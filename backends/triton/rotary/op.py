@@ -157,7 +157,8 @@ def _backward(*arguments: Tensor | None) -> tuple[Tensor, ...]:
         }  # fmt: skip
         launches.run(angle_gradients_kernel, _ANGLES, slots, tensors)
         dq, dk = (
-            y.view(H, groups // H, B * T, K).sum(1).transpose(0, 1).reshape(B, T, H, K).to(x.q.dtype) for y in (dq, dk)
+            y.view(H, groups // H, B * T, K).sum(1).to(x.q.dtype).transpose(0, 1).contiguous().view(B, T, H, K)
+            for y in (dq, dk)
         )
         launches.zero_tail(v=d_dt, q=dq, k=dk, log_decay=d_rate)
     dq_bias, dk_bias = (y.sum(0).to(x.q_bias.dtype) for y in biases)
