@@ -17,7 +17,7 @@ from deltazoo.blocks.checkpoints.export import Origin, check_rules
 from deltazoo.blocks.checkpoints.family import CONFIG, Family, family, read_config
 from deltazoo.blocks.checkpoints.fp8 import Blocks, read_blocks
 from deltazoo.blocks.checkpoints.rules import Rule
-from deltazoo.blocks.checkpoints.tensor_files import TensorFiles, is_finite, read_json
+from deltazoo.blocks.checkpoints.tensor_files import TensorFiles, all_finite, read_json
 from deltazoo.blocks.data.tokenizer import read_tokenizer
 from deltazoo.blocks.model.compilation import run_eagerly
 from deltazoo.blocks.model.stack import LanguageModel
@@ -37,6 +37,8 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Device of the weights, and their dtype or None
 Form = tuple[torch.device, torch.dtype | None]
+# Sentences about damage, and whether the values of each tensor of the folder are finite
+Findings = tuple[list[str], dict[str, list[Tensor | bool]]]
 
 
 def read_spec(folder: str | Path) -> Source:
@@ -108,9 +110,11 @@ def _read_weights(
     _refuse(folder, files.problems + _name_problems(rules, shapes, files, theirs, dropped))
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
+    finite: dict[str, list[Tensor | bool]] = {}
     for rule in rules:
-        read = _read_rule(rule, shapes, files, theirs, form, problems)
+        read = _read_rule(rule, shapes, files, theirs, form, (problems, finite))
         tensors |= {name: place_as(placements[name], tensor) for name, tensor in read.items()}
+    problems += [f"{name} has values that are NaN or infinite" for name, flags in finite.items() if not all(flags)]
     _refuse(folder, problems)
     return tensors
 
@@ -159,10 +163,11 @@ def _read_rule(
     files: TensorFiles,
     theirs: dict[str, str],
     form: Form,
-    problems: list[str],
+    findings: Findings,
 ) -> dict[str, Tensor]:
-    """Read the tensors of one rule, and add a sentence for each whose values are not finite."""
+    """Read the tensors of one rule. Args: findings: what is found about their values is added."""
     device, dtype = form
+    problems, finite = findings
     stored = {files.infos[theirs[name]].dtype for name in rule.theirs}
     if dtype is None or rule.precise:
         dtypes = [x for x in stored if isinstance(x, torch.dtype)]
@@ -175,16 +180,15 @@ def _read_rule(
         actual, pieces = theirs[name], packed.pieces.split()
         rows = [targets[piece] for piece in pieces]
         if (packed.groups == 1 or len(pieces) == 1) and files.in_place(actual, rows):
-            finite = files.get_into(actual, rows)
+            finite[name] = files.get_into(actual, rows)
         else:
             tensor = files.get(actual)
-            finite = is_finite(tensor)
+            finite[name] = [all_finite(tensor)]
             for piece, source in packed.split(tensor, rule.sizes).items():
                 targets[piece].copy_(source)
-            if finite and dtype.itemsize < tensor.element_size() and not all(is_finite(row) for row in rows):
+            narrower = dtype.itemsize < tensor.element_size()
+            if narrower and all(finite[name]) and not all(all_finite(row) for row in rows):
                 problems.append(f"{name} has values that {dtype} cannot hold")
-        if not finite:
-            problems.append(f"{name} has values that are NaN or infinite")
     return tensors
 
 

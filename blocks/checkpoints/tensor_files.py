@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -14,8 +16,12 @@ from deltazoo.blocks.checkpoints.fp8 import SCALE, Blocks, dequantize, scale_pro
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5_000_000_000
-_PIECE_BYTES = 1 << 20  # read and checked together, while they are in the cache
+_PIECE_BYTES = 1 << 20  # read and checked by one thread, while they are in the cache
 _PINNED_BYTES = 1 << 24  # of each of two buffers between a file and a GPU
+_MAX_THREADS = 8
+_INFINITY = {  # its bits
+    torch.float64: 0x7FF0_0000_0000_0000, torch.float32: 0x7F80_0000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80
+}  # fmt: skip
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
@@ -56,6 +62,8 @@ class TensorFiles:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._pinned: list[tuple[Tensor, torch.cuda.Event]] | None = None
         self._scaled: dict[str, TensorInfo] = {}  # as they are stored, with scales
+        self._threads = min(torch.get_num_threads(), _MAX_THREADS)
+        self._readers = ThreadPoolExecutor(self._threads)  # starts no thread before the first task
         listed = self._find(folder)
         for file in dict.fromkeys(listed.values()):
             for name, info, source in self._read_file(folder / file):
@@ -73,6 +81,7 @@ class TensorFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._readers.shutdown()
         for descriptor in self._descriptors:
             os.close(descriptor)
 
@@ -87,15 +96,16 @@ class TensorFiles:
         scale = self._read(name + SCALE, self._scaled[name + SCALE]).to(torch.float32, copy=True)
         return dequantize(self._read(name, self._scaled[name]), scale, self.blocks)
 
-    def get_into(self, name: str, targets: Sequence[Tensor]) -> bool:
+    def get_into(self, name: str, targets: Sequence[Tensor]) -> list[Tensor | bool]:
         """Read a tensor into contiguous rows of the same dtype, in order, without a copy between.
 
-        Returns: whether its values are finite. Raises: as `get`.
+        Returns: whether the values of each target are finite; tensors on a GPU, for which the host need not wait.
+        Raises: as `get`.
         """
-        source, finite = self._source[name], True
+        source, finite = self._source[name], list[Tensor | bool]()
         offset = source.offset
         for target in targets:
-            finite &= self._read_bytes(source, offset, target.view(-1).view(torch.uint8), target.dtype)
+            finite.append(self._read_bytes(source, offset, target.view(-1).view(torch.uint8), target.dtype))
             offset += target.numel() * target.element_size()
         return finite
 
@@ -117,28 +127,38 @@ class TensorFiles:
         self._read_bytes(source, source.offset, self._staging[:size])
         return self._staging[:size].view(info.dtype).view(info.shape)
 
-    def _read_bytes(self, source: Source, offset: int, target: Tensor, dtype: torch.dtype | None = None) -> bool:
+    def _read_bytes(
+        self, source: Source, offset: int, target: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor | bool:
         """Fill a vector of bytes. Returns: whether they are finite numbers of a dtype, if there is one."""
-        if target.is_cuda:
-            self._copy_to_gpu(source, offset, target)
-            return dtype is None or is_finite(target.view(dtype))
-        finite = True
-        for i, piece in enumerate(target.split(_PIECE_BYTES)):
-            _fill(source, offset + i * _PIECE_BYTES, piece)
-            finite &= dtype is None or is_finite(piece.view(dtype))
-        return finite
+        if not target.is_cuda:
+            return self._fill(source, offset, target, dtype)
+        self._copy_to_gpu(source, offset, target)
+        return dtype is None or all_finite(target.view(dtype))
 
     def _copy_to_gpu(self, source: Source, offset: int, target: Tensor) -> None:
         """Fill a vector of bytes on a GPU: one pinned buffer is filled while the other one is copied."""
         if self._pinned is None:
             buffers = torch.empty(2, _PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
             self._pinned = [(buffer, torch.cuda.Event()) for buffer in buffers]
-        for i, piece in enumerate(target.split(_PINNED_BYTES)):
-            buffer, copied = self._pinned[i % 2]
+        for piece in target.split(_PINNED_BYTES):
+            buffer, copied = self._pinned[0]
+            self._pinned.reverse()
             copied.synchronize()
-            _fill(source, offset + i * _PINNED_BYTES, buffer[: len(piece)])
+            self._fill(source, offset, buffer[: len(piece)])
             piece.copy_(buffer[: len(piece)], non_blocking=True)
             copied.record(torch.cuda.current_stream(target.device))
+            offset += len(piece)
+
+    def _fill(self, source: Source, offset: int, target: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Fill a vector of bytes on the CPU by several threads; one copies, and maps new memory, at a limited rate.
+
+        Returns: as `_read_bytes`.
+        """
+        pieces = target.split(_PIECE_BYTES)
+        places = [offset + i * _PIECE_BYTES for i in range(len(pieces))]
+        run = self._readers.map if len(pieces) > 1 and self._threads > 1 else map
+        return all([*run(_fill, repeat(source), places, pieces, repeat(dtype))])
 
     def _take_scales(self, blocks: Blocks) -> None:
         """Replace the entries of FP8 weights and their scales by those of the dequantised weights."""
@@ -216,8 +236,11 @@ class TensorFiles:
         return entries
 
 
-def _fill(source: Source, offset: int, target: Tensor) -> None:
-    """Read bytes of a file. Raises: ConfigError: there are fewer."""
+def _fill(source: Source, offset: int, target: Tensor, dtype: torch.dtype | None) -> bool:
+    """Read bytes of a file. Returns: whether they are finite numbers of a dtype, if there is one.
+
+    Raises: ConfigError: there are fewer bytes.
+    """
     array: Any = target.numpy()
     buffer, start = memoryview(array), 0
     while start < len(buffer):  # Linux reads at most 2 GiB at once
@@ -225,11 +248,22 @@ def _fill(source: Source, offset: int, target: Tensor) -> None:
         if count == 0:
             raise ConfigError(f"{source.file} is shorter than its header says, or was changed: nothing was loaded")
         start += count
+    return dtype is None or _are_finite(array, dtype)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. NaN propagates to the bounds, which need no mask in memory."""
-    return tensor.numel() == 0 or all(bool(bound.isfinite()) for bound in tensor.aminmax())
+def _are_finite(array: Any, dtype: torch.dtype) -> bool:
+    """Whether bytes are finite numbers. As integers, infinity and NaN are the largest numbers of each sign.
+
+    numpy reads them at the speed of the cache in the calling thread, where torch would start threads of its own.
+    """
+    size, infinity = dtype.itemsize, _INFINITY[dtype]
+    positive, negative = (array.view(f"{kind}{size}").max(initial=0) for kind in "iu")
+    return bool(positive < infinity and negative < infinity + (1 << (8 * size - 1)))
+
+
+def all_finite(tensor: Tensor) -> Tensor | bool:
+    """Whether all values are finite, on the tensor's device. NaN propagates to the bounds, which need no mask."""
+    return tensor.numel() == 0 or torch.stack(tensor.aminmax()).isfinite().all()
 
 
 def read_json(path: Path) -> dict[str, Any]:
