@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from deltazoo.blocks.checkpoints import folder as checkpoint
+from deltazoo.blocks.checkpoints.bare import is_pretrained
 from deltazoo.blocks.checkpoints.family import CONFIG
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained
 from deltazoo.blocks.checkpoints.tensor_files import read_json
@@ -31,7 +32,7 @@ def convert(
     Raises: ConfigError.
     """
     source, target = Path(source), Path(target)
-    if (source / CONFIG).is_file():
+    if is_pretrained(source):
         model = from_pretrained(source, dtype=dtype)
     else:
         model = checkpoint.load_model(source, trust=trust).to(dtype=dtype)

@@ -24,6 +24,7 @@ from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.model.interface import ModelSpec
 
 FORMATS = ("transformers",)
+_SIZES = ("width", "vocab", "tied", "norm", "norm_eps", "norm_offset", "embedding_norm")
 
 
 class Origin(NamedTuple):
@@ -143,7 +144,7 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
 
 def _first_difference(spec: ModelSpec, other: ModelSpec) -> str:
     """Name a field that differs; each stack has the same names of layers where both can be expanded."""
-    for field in ("width", "vocab", "tied", "norm_eps", "norm_offset", "embedding_scale", "logit_scale", "logit_cap"):
+    for field in (*_SIZES, "embedding_scale", "logit_scale", "logit_cap"):
         if getattr(spec, field) != getattr(other, field):
             return f"{field} must be {getattr(other, field)}, got {getattr(spec, field)}"
     for i, (ours, theirs) in enumerate(zip(spec.expand(), other.expand(), strict=False)):

@@ -13,6 +13,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.backends.torch_ext.sharded import place_as
 from deltazoo.backends.update.base import Backend
+from deltazoo.blocks.checkpoints.bare import bare_config, bare_file
 from deltazoo.blocks.checkpoints.export import Origin, check_rules
 from deltazoo.blocks.checkpoints.family import CONFIG, Family, family, read_config
 from deltazoo.blocks.checkpoints.fp8 import Blocks, read_blocks
@@ -42,12 +43,12 @@ Findings = tuple[list[str], dict[str, list[Tensor | bool]]]
 
 
 def read_spec(folder: str | Path) -> Source:
-    """Read the config.json of a folder.
+    """Read the config.json of a folder, or the sizes of weights that have none.
 
     Raises: ConfigError, which names a field that no stack expresses; UnknownNameError: no family has the model type.
     """
-    path = Path(folder) / CONFIG
-    values = read_json(path)
+    file = bare_file(Path(folder))
+    values = read_json(Path(folder) / CONFIG) if file is None else bare_config(file)
     model_type, config = read_config(values)
     found = family(model_type)
     spec = StackSpec(**found.stack(config))
@@ -69,7 +70,7 @@ def from_pretrained(
     per block are dequantised. `model.tokenizer` is the folder's. No code of the folder runs.
 
     Args:
-        folder: a local folder.
+        folder: a local folder; or a `.pth` file of RWKV-7, or a folder with one.
         device: of the model; None: the CPU.
         dtype: of the weights; None: each has that of the folder. Decays and the weights beside them keep that of the
             folder, which is float32 in most.
@@ -87,7 +88,7 @@ def from_pretrained(
         model = source.spec.build(backend)
         if shard is not None:
             shard(model)
-    with TensorFiles(Path(folder), source.blocks) as files:
+    with TensorFiles(bare_file(Path(folder)) or Path(folder), source.blocks) as files:
         placements = model.state_dict()
         tensors = _read_weights(folder, source, files, placements, (place, dtype))
         model.load_state_dict(tensors, assign=True)
@@ -179,7 +180,8 @@ def _read_rule(
     for name, packed in rule.theirs.items():
         actual, pieces = theirs[name], packed.pieces.split()
         rows = [targets[piece] for piece in pieces]
-        if (packed.groups == 1 or len(pieces) == 1) and files.in_place(actual, rows):
+        ordered = not packed.transposed and (packed.groups == 1 or len(pieces) == 1)
+        if ordered and files.in_place(actual, rows):
             finite[name] = files.get_into(actual, rows)
         else:
             tensor = files.get(actual)

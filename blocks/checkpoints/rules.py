@@ -23,12 +23,14 @@ class Packed(NamedTuple):
             (Qwen3-Next: one block per key head).
         stack: the first dimension, of this size, counts blocks of rows, such as experts; 0: there is none.
         axes: dimensions of size 1 that the tensor has in addition: (1,) in the weights of `nn.Conv1d`.
+        transposed: the two dimensions are exchanged: its columns are the rows.
     """
 
     pieces: str
     groups: int = 1
     stack: int = 0
     axes: tuple[int, ...] = ()
+    transposed: bool = False
 
     def split(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the rows of each piece: views of the tensor, unless the pieces are interleaved."""
@@ -46,6 +48,8 @@ class Packed(NamedTuple):
         rows = parts[0]
         if len(parts) > 1:
             rows = torch.cat([torch.unflatten(part, 0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        if self.transposed:
+            rows = rows.T
         if self.stack:
             rows = torch.unflatten(rows, 0, (self.stack, -1))
         for axis in self.axes:
@@ -53,6 +57,8 @@ class Packed(NamedTuple):
         return rows.contiguous()
 
     def _rows(self, tensor: Tensor) -> Tensor:
+        if self.transposed:
+            return tensor.T
         if self.stack:
             return tensor.flatten(0, 1)
         return tensor.squeeze(self.axes) if self.axes else tensor

@@ -48,12 +48,12 @@ class Source(NamedTuple):
 class TensorFiles:
     """The tensors of a folder by name. A tensor is read when it is asked for. Close it, or use it in a `with`.
 
-    Args: blocks: of the scales of FP8 weights, which are dequantised.
+    Args: path: of the folder, or of a single file; blocks: of the scales of FP8 weights, which are dequantised.
     Attributes: `infos`, by name, with the dtype after the dequantisation; `problems`, a sentence for each damaged file
         or entry.
     """
 
-    def __init__(self, folder: Path, blocks: Blocks | None = None) -> None:
+    def __init__(self, path: Path, blocks: Blocks | None = None) -> None:
         self.infos: dict[str, TensorInfo] = {}
         self.problems: list[str] = []
         self.blocks = blocks
@@ -64,7 +64,7 @@ class TensorFiles:
         self._scaled: dict[str, TensorInfo] = {}  # as they are stored, with scales
         self._threads = min(torch.get_num_threads(), _MAX_THREADS)
         self._readers = ThreadPoolExecutor(self._threads)  # starts no thread before the first task
-        listed = self._find(folder)
+        folder, listed = (path.parent, {"": path.name}) if path.is_file() else (path, self._find(path))
         for file in dict.fromkeys(listed.values()):
             for name, info, source in self._read_file(folder / file):
                 if name in self.infos:
@@ -195,7 +195,7 @@ class TensorFiles:
             self.problems.append(f"the file {path.name} is missing")
             return
         try:
-            entries = self._open_pickled(path) if path.suffix == ".bin" else self._open_safetensors(path)
+            entries = self._open_pickled(path) if path.suffix in (".bin", ".pth") else self._open_safetensors(path)
         except Exception as error:  # of a damaged file: each reader has its own
             self.problems.append(f"the file {path.name} is damaged: {str(error).splitlines()[0]}")
             return

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from deltazoo.backends.io.errors import ConfigError, count
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
 from deltazoo.backends.update.check import check_type
-from deltazoo.blocks.checkpoints.family import CONFIG
+from deltazoo.blocks.checkpoints.bare import is_pretrained
 from deltazoo.blocks.checkpoints.folder import load_model
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained
 from deltazoo.blocks.data.text import BYTES
@@ -73,7 +73,7 @@ def load_for_completion(
         trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
-    if (Path(folder) / CONFIG).is_file():
+    if is_pretrained(Path(folder)):
         return from_pretrained(folder, device, backend=backend)
     with run_eagerly(device):
         return load_model(folder, device, backend, trust)

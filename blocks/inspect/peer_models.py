@@ -117,6 +117,8 @@ def _mixers(spec: StackSpec) -> list[MixerConfig]:
     """Return the mixer of each layer. Raises: ConfigError: the layers have a form that the other packages lack."""
     if spec.embedding_scale != 1 or spec.logit_scale != 1 or spec.logit_cap is not None:
         raise ConfigError("it has no embedding_scale, no logit_scale and no logit_cap.")
+    if spec.norm != "rms" or spec.embedding_norm:
+        raise ConfigError("it has RMS norms, and none after the embedding.")
     mixers = []
     for i, layer in enumerate(spec.expand()):
         if len(layer.mixers) != 1 or layer.norm_position != "pre" or layer.share is not None or layer.is_scaled:

@@ -15,7 +15,6 @@ from deltazoo.blocks.model.interface import TokenModel
 from deltazoo.blocks.model.layer import Layer, LayerSpec
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.norms import RMSNorm
 
 M = TypeVar("M", bound=TokenModel)
 
@@ -48,7 +47,7 @@ class CompiledLayers:
                 compiled[spec] = _compile_method(Layer.forward, compiler)
             self.forwards.append((layer, MethodType(compiled[spec], layer)))
         norm = model.stack.norm
-        self.forwards.append((norm, MethodType(_compile_method(RMSNorm.forward, compiler), norm)))
+        self.forwards.append((norm, MethodType(_compile_method(type(norm).forward, compiler), norm)))
 
     @contextmanager
     def active(self) -> Iterator[None]:

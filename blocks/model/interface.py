@@ -10,7 +10,7 @@ from deltazoo.backends.io.errors import InputError, cut
 from deltazoo.backends.update.base import Backend
 from deltazoo.blocks.model.layer import Layer, LayerSpec, LayerState
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.norms import LayerInputNorm, NormKind
 
 
 class ModelSpec(Protocol):
@@ -21,11 +21,15 @@ class ModelSpec(Protocol):
     @property
     def vocab(self) -> int: ...
     @property
+    def norm(self) -> NormKind: ...
+    @property
     def norm_eps(self) -> float: ...
     @property
     def norm_offset(self) -> float: ...
     @property
     def tied(self) -> bool: ...
+    @property
+    def embedding_norm(self) -> bool: ...
     @property
     def embedding_scale(self) -> float: ...
     @property
@@ -49,7 +53,7 @@ class LayerStack(Protocol):
     @property
     def layers(self) -> Sequence[Layer]: ...
     @property
-    def norm(self) -> RMSNorm: ...
+    def norm(self) -> LayerInputNorm: ...
 
 
 class TokenModel(Protocol):

@@ -26,7 +26,13 @@ from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import Side, join_sides
-from deltazoo.mixers.parts.norms import RMSNorm, add_and_normalize, norm_before_product
+from deltazoo.mixers.parts.norms import (
+    LayerInputNorm,
+    NormKind,
+    add_and_normalize,
+    layer_norm_of,
+    norm_before_product,
+)
 
 LayerState = tuple[State, ...]
 NormPosition = Literal["pre", "output", "post"]
@@ -49,7 +55,8 @@ class LayerSpec(PlainDataModel, Term):
         mixer: a mixer config, several for parallel mixers, whose outputs are summed, or "none" for a layer that is only
             an MLP.
         mlp: a `Dense` MLP, a `MoE`, or "none" for a layer without an MLP.
-        norm_eps: epsilon of the RMS norms, added to the mean square under the root.
+        norm: "rms", or "layer", which subtracts the mean first and adds a bias (RWKV).
+        norm_eps: epsilon of the norms, added to the mean square under the root.
         norm_offset: added to the weights of the RMS norms.
         norm_position: where the norms are, see above.
         residual_scale: factor of the residual connection; needs the position "post".
@@ -64,6 +71,7 @@ class LayerSpec(PlainDataModel, Term):
 
     mixer: MixerConfig | tuple[MixerConfig, ...] | Literal["none"]
     mlp: MlpConfig | Literal["none"] | None = None
+    norm: NormKind | None = None
     norm_eps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     norm_offset: float | None = Field(default=None, allow_inf_nan=False)
     norm_position: NormPosition | None = None
@@ -168,7 +176,7 @@ class Branch(NamedTuple):
         step: computes x + f(norm(x)) by the kernels of a decode step, or returns None.
     """
 
-    norm: RMSNorm
+    norm: LayerInputNorm
     function: Callable[[Tensor], Tensor]
     step: Callable[[Tensor, Norm], Tensor | None]
 
@@ -185,14 +193,14 @@ class Layer(nn.Module):
     def __init__(self, spec: LayerSpec, width: int, mixers: Sequence[Mixer], mlp: Mlp | None) -> None:
         super().__init__()
         eps = 1e-6 if spec.norm_eps is None else spec.norm_eps
-        offset = spec.norm_offset or 0.0
+        kind, offset = spec.norm or "rms", spec.norm_offset or 0.0
         self.norm_position = spec.norm_position or "pre"
         self.residual_scale = 1.0 if spec.residual_scale is None else spec.residual_scale
         self.branch_scale = 1.0 if spec.branch_scale is None else spec.branch_scale
         self.mixer_scales = spec.mixer_scales or (1.0,) * len(mixers)
-        self.norm = RMSNorm(width, eps, offset=offset) if mixers else None
+        self.norm = layer_norm_of(kind, width, eps, offset) if mixers else None
         self.mixers = cast("Sequence[Mixer]", nn.ModuleList(mixers))
-        self.mlp_norm = None if mlp is None else RMSNorm(width, eps, offset=offset)
+        self.mlp_norm = None if mlp is None else layer_norm_of(kind, width, eps, offset)
         self.mlp = mlp
         self.checkpointing: Checkpointing = "none"
 

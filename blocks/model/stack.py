@@ -42,7 +42,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import as_context
 from deltazoo.mixers.core.side import Side, join_sides
-from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.norms import LayerInputNorm, layer_norm_of
 
 if TYPE_CHECKING:
     from deltazoo.blocks.training.config import RunSettings
@@ -57,12 +57,12 @@ class StackOutput(NamedTuple):
 
 
 class Stack(nn.Module):
-    """Apply the layers in order, then an RMS norm: x [B, T, D] to [B, T, D]."""
+    """Apply the layers in order, then a norm: x [B, T, D] to [B, T, D]."""
 
-    def __init__(self, width: int, layers: Sequence[Layer], norm_eps: float, norm_offset: float = 0.0) -> None:
+    def __init__(self, layers: Sequence[Layer], norm: LayerInputNorm) -> None:
         super().__init__()
         self.layers = cast("Sequence[Layer]", nn.ModuleList(layers))
-        self.norm = RMSNorm(width, norm_eps, offset=norm_offset)
+        self.norm = norm
 
     def forward(self, x_BTD: Tensor, state: StackState | None = None, context: Context | None = None) -> StackOutput:
         """Run all layers. The returned state is None if `state` is None."""
@@ -112,9 +112,11 @@ class LanguageModel(nn.Module):
         self.origin: Origin | None = None  # set by `from_pretrained`
         self.tokenizer: Tokenizer | None = None  # set by `from_pretrained`
         self.embedding_scale, self.logit_scale, self.logit_cap = spec.embedding_scale, spec.logit_scale, spec.logit_cap
+        norm = (spec.norm, spec.width, spec.norm_eps, spec.norm_offset)
         # init_weights draws in the order of registration, so the constructor must draw in the same order.
         self.embedding = nn.Embedding(spec.vocab, spec.width)
-        self.stack = Stack(spec.width, spec.build_layers(backend), spec.norm_eps, spec.norm_offset)
+        self.embedding_norm = layer_norm_of(*norm) if spec.embedding_norm else None
+        self.stack = Stack(spec.build_layers(backend), layer_norm_of(*norm))
         self.head = None if spec.tied else nn.Linear(spec.width, spec.vocab, bias=False)
         self.reset_parameters()
 
@@ -146,6 +148,8 @@ class LanguageModel(nn.Module):
         x_BTD = self.embedding(tokens_BT)
         if self.embedding_scale != 1:
             x_BTD = x_BTD * self.embedding_scale
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
         return StackOutput(*self.stack(x_BTD, state, context))
 
     def logits(self, x_BTD: Tensor) -> Tensor:

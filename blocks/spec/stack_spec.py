@@ -38,6 +38,7 @@ from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.mixer import MixerConfig, Place
 from deltazoo.mixers.core.patterns import Term
+from deltazoo.mixers.parts.norms import NormKind
 
 
 class StackSpec(PlainDataModel):
@@ -65,7 +66,9 @@ class StackSpec(PlainDataModel):
         mlp: the default for all layers: a `Dense` MLP, a `MoE` (`{type: moe, ...}`), "none", or a pattern of these,
             which is expanded to `depth` like `pattern`.
         mlps: the MLP of each name in the pattern `mlp`. A name that is missing here is "dense", "moe" or "none".
-        norm_eps: epsilon of the RMS norms, added to the mean square under the root; the default for all layers.
+        norm: of the layers' inputs and of the head's: "rms", or "layer", a layer norm with a bias (RWKV); the default
+            for all layers.
+        norm_eps: epsilon of the norms, added to the mean square under the root; the default for all layers.
         norm_offset: added to the weights of the RMS norms, 1 in Gemma and Qwen3-Next, whose checkpoints store weights
             near 0; the default for all layers.
         norm_position: "pre", "output" or "post", see `LayerSpec`; the default for all layers.
@@ -73,6 +76,7 @@ class StackSpec(PlainDataModel):
         branch_scale: factor of the branches that are added to the residual stream, see `LayerSpec`; the default for all
             layers.
         tied: whether the head shares the embedding's weights.
+        embedding_norm: whether the embeddings pass a norm (RWKV).
         embedding_scale: factor on the embeddings; Gemma and Griffin have the root of the width.
         logit_scale: factor of the logits, before the cap; Granite and Falcon-H1 have one.
         logit_cap: c of logits <- c tanh(logits / c), 30 in RecurrentGemma; None: no cap.
@@ -88,12 +92,14 @@ class StackSpec(PlainDataModel):
     layers: dict[str, MixerConfig | LayerSpec] = Field(default_factory=dict)
     mlp: MlpConfig | Annotated[str | Term, WithJsonSchema({"type": "string"})] = Dense()
     mlps: dict[str, MlpConfig | Literal["none"]] = Field(default_factory=dict)
+    norm: NormKind = "rms"
     norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     norm_offset: float = Field(default=0.0, allow_inf_nan=False)
     norm_position: NormPosition = "pre"
     residual_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     branch_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     tied: bool = True
+    embedding_norm: bool = False
     embedding_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     logit_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     logit_cap: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -232,8 +238,9 @@ class StackSpec(PlainDataModel):
 
     def _model(self) -> tuple[object, ...]:
         """Return everything that determines the model; the names of the layers do not."""
-        head = (self.tied, self.norm_eps, self.norm_offset, self.embedding_scale, self.logit_scale, self.logit_cap)
-        return self.width, self.vocab, head, tuple(self.expand())
+        norms = self.norm, self.norm_eps, self.norm_offset, self.embedding_norm
+        factors = self.embedding_scale, self.logit_scale, self.logit_cap
+        return self.width, self.vocab, self.tied, norms, factors, tuple(self.expand())
 
     def unused(self) -> list[str]:
         """Return a sentence for each entry of `layers` and `mlps` and each name in the patterns that has no effect."""
@@ -310,7 +317,7 @@ class StackSpec(PlainDataModel):
 
 
 # Fields of the stack, besides the MLP, that are the defaults of the fields of its layers.
-_LAYER_DEFAULTS = ("norm_eps", "norm_offset", "norm_position", "residual_scale", "branch_scale", "backend")
+_LAYER_DEFAULTS = ("norm", "norm_eps", "norm_offset", "norm_position", "residual_scale", "branch_scale", "backend")
 
 
 def preset(name: str) -> StackSpec:

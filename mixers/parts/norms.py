@@ -68,6 +68,39 @@ class RMSNorm(nn.Module):
         return f"{self.size}, eps={self.eps:g}, weighted={self.weight is not None}{offset}"
 
 
+class LayerNorm(nn.Module):
+    """x <- weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last dimension, in float32 (float64).
+
+    Initialisation: weight 1, bias 0.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(size)) for _ in range(2))
+        self.size, self.eps = size, eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = state_dtype(x.dtype)
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return torch.nn.functional.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps:g}"
+
+
+LayerInputNorm = RMSNorm | LayerNorm
+
+
+def layer_norm_of(kind: NormKind, size: int, eps: float, offset: float = 0.0) -> LayerInputNorm:
+    """Build the norm of a residual stream. Args: offset: only of "rms"."""
+    return LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, offset=offset)
+
+
 class HeadNorm(StatelessOutputPart, Groupable, Fusible):
     """Normalise the output of each head, or of a group of heads.
 
@@ -237,18 +270,23 @@ class SharedLayerNorm(OperandPart):
         return f"{len(self.weight)}, eps={self.eps:g}"
 
 
-def norm_before_product(norm: RMSNorm) -> Norm | None:
+def norm_before_product(norm: LayerInputNorm) -> Norm | None:
     """Return what a product needs to compute the norm of its input; None if the norm is not plain, or has no weight."""
-    scale = norm.scale() if type(norm) is RMSNorm and is_plain(norm) else None
+    scale = norm.scale() if isinstance(norm, RMSNorm) and type(norm) is RMSNorm and is_plain(norm) else None
     return None if scale is None else Norm(scale, norm.eps)
 
 
-def add_and_normalize(norm: RMSNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_and_normalize(norm: LayerInputNorm, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return x + branch, or x without a branch, and its norm; in training on a GPU by one kernel.
 
     Use the first result instead of x from here on (`deltazoo.backends.ops.rms_norm.add_rms_norm`).
     """
-    if type(norm) is RMSNorm and norm.weight is not None and _has_kernel(norm, norm.weight, x):
+    if (
+        isinstance(norm, RMSNorm)
+        and type(norm) is RMSNorm
+        and norm.weight is not None
+        and _has_kernel(norm, norm.weight, x)
+    ):
         scale = norm.scale()
         assert scale is not None
         return add_rms_norm(x, branch, scale, norm.eps)
