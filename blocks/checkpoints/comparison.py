@@ -60,8 +60,12 @@ def compare(folder: str | Path, prompts: Tensor | None = None, tokens: int = 16)
     if prompts is None:
         prompts = torch.randint(ours.spec.vocab, (2, 32), generator=torch.Generator().manual_seed(0))
     base = theirs.base_model
-    their_layers = base.layers if hasattr(base, "layers") else base.blocks  # xLSTM
-    with _layer_outputs(ours.stack.layers) as hidden, _layer_outputs(their_layers) as their_hidden:
+    their_layers = base.layers if hasattr(base, "layers") else base.blocks  # xLSTM, RWKV
+    per_layer = len(ours.stack.layers) // len(their_layers)  # 2 in RWKV
+    with (
+        _layer_outputs(ours.stack.layers[per_layer - 1 :: per_layer]) as hidden,
+        _layer_outputs(their_layers) as their_hidden,
+    ):
         logits = ours(prompts)[0]
         expected = theirs(prompts, use_cache=False).logits
     greedy = ours.generate(prompts, Sampling(max_tokens=tokens, temperature=0))
@@ -85,6 +89,8 @@ def _their_model(folder: str | Path) -> Any:
     except ImportError as error:
         raise ConfigError("compare needs transformers: pip install 'deltazoo[hf]'") from error
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    if hasattr(model.config, "rescale_every"):
+        model.config.rescale_every = 0  # in RWKV-4 it halves the layers' outputs, which does not change the logits
     return model.float().eval()
 
 

@@ -133,6 +133,8 @@ MODELS = {
         | {"ffn_proj_factor": 1.3, "ffn_round_up_to_multiple_of": 9, "output_logit_soft_cap": 3.0}
         | {"autocast_kernel_dtype": "float32", "chunk_size": 8},
     ),
+    "rwkv": Model("Rwkv", "RwkvConfig", SIZES | {"intermediate_size": 72}),
+    "rwkv-rescaled": Model("Rwkv", "RwkvConfig", SIZES | {"rescale_every": 2, "tie_word_embeddings": True}),
     "lfm2_moe": Model(
         "Lfm2Moe", "Lfm2MoeConfig",
         SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
