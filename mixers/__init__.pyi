@@ -92,6 +92,7 @@ from deltazoo.mixers.rodimus import Rodimus as Rodimus
 from deltazoo.mixers.rwkv4 import RWKV4 as RWKV4
 from deltazoo.mixers.rwkv6 import RWKV6 as RWKV6
 from deltazoo.mixers.rwkv7 import RWKV7 as RWKV7
+from deltazoo.mixers.rwkv_channel_mix import RWKVChannelMix as RWKVChannelMix
 from deltazoo.mixers.s4d import S4D as S4D
 from deltazoo.mixers.s5 import S5 as S5
 from deltazoo.mixers.simple_gla import SimpleGLA as SimpleGLA

@@ -278,6 +278,10 @@ class StackSpec(PlainDataModel):
                         f"share: layers with the same label must be equal, got {cut(other)} in layer {first} and "
                         f"{cut(layer)} in layer {i} for {cut(layer.share)}"
                     )
+            if layer.norm == "layer" and layer.norm_offset:
+                raise ConfigError(
+                    f'norm_offset needs norm="rms", got {layer.norm_offset} with norm="layer" in layer {i}'
+                )
         self._check_residual_scales()
         for sentence in self.unused():
             warnings.warn(sentence, ConfigWarning, stacklevel=4)  # the caller of StackSpec(...)

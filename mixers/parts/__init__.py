@@ -41,7 +41,7 @@ _PARTS = {
     "low_rank": ["LowRank", "Ranks"],
     "ssm.mamba3": ["AccumulatedRotary", "BiasedNorm", "TrapezoidalGates", "TrapezoidalRead", "TrapezoidalWrite"],
     "normaliser": ["Normalise", "NormaliserColumn"],
-    "norms": ["HeadNorm", "KeyNorm", "RMSNorm", "SharedLayerNorm", "UnitNorm", "rms_norm", "unit_norm"],
+    "norms": ["HeadNorm", "KeyNorm", "LayerNorm", "RMSNorm", "SharedLayerNorm", "UnitNorm", "rms_norm", "unit_norm"],
     "gates.output_gates": ["OutputGate", "OutputSilu", "PrecomputedGate"],
     "memory.momentum": ["MomentumInputs", "momentum_delta_rule"],
     "memory.preconditioner": ["Preconditioner"],

@@ -60,6 +60,7 @@ from deltazoo.mixers.parts.normaliser import Normalise as Normalise
 from deltazoo.mixers.parts.normaliser import NormaliserColumn as NormaliserColumn
 from deltazoo.mixers.parts.norms import HeadNorm as HeadNorm
 from deltazoo.mixers.parts.norms import KeyNorm as KeyNorm
+from deltazoo.mixers.parts.norms import LayerNorm as LayerNorm
 from deltazoo.mixers.parts.norms import RMSNorm as RMSNorm
 from deltazoo.mixers.parts.norms import SharedLayerNorm as SharedLayerNorm
 from deltazoo.mixers.parts.norms import UnitNorm as UnitNorm

@@ -167,6 +167,32 @@ def test_embeddings_are_scaled_and_logits_capped():
         assert StackSpec(**spec) != StackSpec(**spec, **field)
 
 
+def test_layer_norms_and_a_norm_of_the_embeddings() -> None:
+    """x + MLP(norm(x)) by torch's layer norm, after the norm of the embeddings and before that of the head."""
+    spec = {"width": WIDTH, "depth": 1, "vocab": 9, "pattern": "a", "mlp": {"width": 12}, "norm_eps": 1e-2}
+    spec |= {"layers": {"a": {"mixer": "none"}}}
+    model = StackSpec(**spec, norm="layer", embedding_norm=True).build().double()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.normal_()
+    assert sum("norm" in name for name in model.state_dict()) == 6
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        module = model.get_submodule(name)
+        return F.layer_norm(x, (WIDTH,), module.weight, module.bias, 1e-2)
+
+    tokens = torch.randint(9, (2, 5))
+    x = norm(model.embedding.weight[tokens], "embedding_norm")
+    mlp = model.stack.layers[0].mlp
+    gate, up = (norm(x, "stack.layers.0.mlp_norm") @ mlp.to_hidden.weight.T).chunk(2, -1)
+    x = norm(x + (F.silu(gate) * up) @ mlp.out.weight.T, "stack.norm")
+    torch.testing.assert_close(model(tokens)[0], x @ model.embedding.weight.T, rtol=1e-12, atol=1e-12)
+    again = StackSpec.model_validate(model.spec.model_dump())
+    assert again == model.spec and again != StackSpec(**spec, norm="layer") != StackSpec(**spec)
+    with pytest.raises(ConfigError, match=r'norm_offset needs norm="rms", got 1\.0'):
+        StackSpec(**spec, norm="layer", norm_offset=1.0)
+
+
 def test_an_offset_is_added_to_the_weights_of_all_norms_and_to_none_initially() -> None:
     """In float32, so that a bfloat16 weight near 0 has an effect that it would not have near 1."""
     sizes = {"width": WIDTH, "depth": 1, "vocab": 9, "mlp": {"width": 12}}

@@ -37,6 +37,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]] = {
         "k_conv1d.weight": (16, 1, 4),
         "v_conv1d.weight": (32, 1, 4), "g_proj.weight": (32, 32), "o_norm.weight": (16,), "o_proj.weight": (32, 32),
     }),
+    "rwkv6": ("RWKV6", {"num_heads": 2, "hidden_act": "sqrelu", "proj_low_rank_dim": 3, "gate_low_rank_dim": 5}, {
+        "attn.x_proj.0.mu": (32,), "attn.x_proj.0.linear.weight": (15, 32), "attn.x_proj.2.weight": (32, 15),
+        "attn.x_bias": (5, 32), "attn.bonus": (2, 8), "attn.g_norm.weight": (32,), "attn.g_norm.bias": (32,),
+        "attn.w_proj.linear.lora.0.weight": (5, 32), "attn.w_proj.linear.lora.2.weight": (16, 5),
+        "attn.w_proj.linear.lora.2.bias": (16,), "attn.r_proj.linear.weight": (16, 32),
+        "attn.k_proj.linear.weight": (16, 32), "attn.v_proj.linear.weight": (32, 32),
+        "attn.g_proj.linear.weight": (32, 32), "attn.o_proj.weight": (32, 32),
+        "ffn.key.mu": (32,), "ffn.key.linear.weight": (48, 32), "ffn.receptance.mu": (32,),
+        "ffn.receptance.linear.weight": (32, 32), "ffn.value.weight": (32, 48),
+    }),
+    "rwkv7": ("RWKV7", {"head_dim": 8, "hidden_act": "sqrelu", "v_low_rank_dim": 3, "value_dim": 32}, {
+        **{f"attn.x_{x}": (1, 1, 32) for x in "rwkvag"}, "attn.k_k": (32,), "attn.k_a": (32,), "attn.r_k": (4, 8),
+        **{f"attn.{x}_proj.weight": (32, 32) for x in "rkvo"}, "attn.g_norm.weight": (32,), "attn.g_norm.bias": (32,),
+        **{f"attn.{x}_lora.lora.0.weight": (rank, 32) for x, rank in {"w": 64, "a": 64, "g": 128}.items()},
+        **{f"attn.{x}_lora.lora.2.weight": (32, rank) for x, rank in {"w": 64, "a": 64, "g": 128}.items()},
+        "attn.w_lora.lora.2.bias": (32,), "attn.a_lora.lora.2.bias": (32,),
+        "ffn.x_k": (32,), "ffn.key.weight": (48, 32), "ffn.value.weight": (32, 48),
+    }),
     "kda": ("KDA", {"num_heads": 2, "head_dim": 8}, {
         "A_log": (2,), "dt_bias": (16,), "q_proj.weight": (16, 32), "k_proj.weight": (16, 32),
         "v_proj.weight": (16, 32),
@@ -60,12 +78,20 @@ def write(folder: Path, name: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_folder_has_the_tensors_of_flash_linear_attention(name: str, tmp_path: Path) -> None:
-    mixer = {f"attn.{key}": shape for key, shape in MODELS[name][2].items()}
-    mlp = {"mlp.gate_proj.weight": (HIDDEN, WIDTH), "mlp.up_proj.weight": (HIDDEN, WIDTH)}
-    mlp |= {"mlp.down_proj.weight": (WIDTH, HIDDEN), "attn_norm.weight": (WIDTH,), "mlp_norm.weight": (WIDTH,)}
-    expected = {f"model.layers.{i}.{key}": shape for i in range(2) for key, shape in (mixer | mlp).items()}
+    if name.startswith("rwkv"):
+        layer, vectors = MODELS[name][2], ["model.norm.bias", "model.layers.0.pre_norm.weight"]
+        layer = layer | {f"{norm}_norm.{x}": (WIDTH,) for norm in ("attn", "ffn") for x in ("weight", "bias")}
+        vectors.append("model.layers.0.pre_norm.bias")
+    else:
+        layer, vectors = {f"attn.{key}": shape for key, shape in MODELS[name][2].items()}, []
+        layer |= {"mlp.gate_proj.weight": (HIDDEN, WIDTH), "mlp.up_proj.weight": (HIDDEN, WIDTH)}
+        layer |= {"mlp.down_proj.weight": (WIDTH, HIDDEN), "attn_norm.weight": (WIDTH,), "mlp_norm.weight": (WIDTH,)}
+    expected = {f"model.layers.{i}.{key}": shape for i in range(2) for key, shape in layer.items()}
     expected |= {"model.embeddings.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH)}
-    expected |= {"model.norm.weight": (WIDTH,)}
+    expected |= dict.fromkeys(["model.norm.weight", *vectors], (WIDTH,))
+    if name == "rwkv7":  # whose first layer has no values to be mixed with
+        lora = "model.layers.1.attn.v_lora.lora."
+        expected |= {f"{lora}0.weight": (3, 32), f"{lora}2.weight": (32, 3), f"{lora}2.bias": (32,)}
     folder = write(tmp_path / "a", name)
     tensors = load_file(folder / "model.safetensors")
     assert {key: tuple(x.shape) for key, x in tensors.items()} == expected
@@ -88,7 +114,7 @@ def test_logits_equal_those_of_flash_linear_attention(name: str, tmp_path: Path)
     """At most 64 tokens: it computes them by the kernels that have few configurations to tune."""
     models = pytest.importorskip("fla.models")
     prefix, fields, _ = MODELS[name]
-    config = getattr(models, f"{prefix}Config")(**SIZES, **fields, fuse_cross_entropy=False)
+    config = getattr(models, f"{prefix}Config")(**SIZES | fields, fuse_cross_entropy=False)
     torch.manual_seed(0)
     theirs = getattr(models, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""MesaNet, TTT-Linear, Titans, Hyena and LFM2's convolution against their equations in float64.
+"""MesaNet, TTT-Linear, Titans, Hyena, LFM2's convolution and RWKV's channel mix against their equations in float64.
 
 B batch, T time, D width, H heads, E head width
 """
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from equations import Case, T, Weights, assert_equals_equation, conv, linear, outer, read, split_heads, unit
 from torch import Tensor
 
-from deltazoo.mixers import Hyena, LFM2Conv, Mesa, Titans, TTTLinear
+from deltazoo.mixers import Hyena, LFM2Conv, Mesa, RWKVChannelMix, Titans, TTTLinear
 
 D, H = 12, 3
 E = D // H
@@ -32,6 +32,27 @@ def hyena(w: Weights, x: Tensor) -> Tensor:
 def lfm2_conv(w: Weights, x: Tensor) -> Tensor:
     B, C, value = linear(w, "to_bcx", x).chunk(3, -1)
     return linear(w, "out", C * conv(w, "filters.conv", B * value))
+
+
+def rwkv_channel_mix(w: Weights, x: Tensor) -> Tensor:
+    """RWKV-7's; the previous token of the first one is zero."""
+    outputs = []
+    for t in range(T):
+        before = x[:, t - 1] if t else torch.zeros_like(x[:, 0])
+        x_k = x[:, t] + (before - x[:, t]) * w["mix_weight"][0]
+        outputs.append(linear(w, "out", torch.relu(linear(w, "to_k", x_k)) ** 2))
+    return torch.stack(outputs, 1)
+
+
+def rwkv4_channel_mix(w: Weights, x: Tensor) -> Tensor:
+    """With a gate; mu multiplies the current token."""
+    outputs = []
+    for t in range(T):
+        before = x[:, t - 1] if t else torch.zeros_like(x[:, 0])
+        x_k, x_r = (mu * x[:, t] + (1 - mu) * before for mu in w["mix_weight"])
+        y = linear(w, "out", torch.relu(linear(w, "to_k", x_k)) ** 2)
+        outputs.append(torch.sigmoid(linear(w, "to_r", x_r)) * y)
+    return torch.stack(outputs, 1)
 
 
 def mesa(w: Weights, x: Tensor) -> Tensor:
@@ -121,6 +142,8 @@ CASES: dict[str, Case] = {
     "lfm2_conv": (LFM2Conv(), lfm2_conv),
     "lfm2_conv, biases": (LFM2Conv(conv_width=4, bias=True), lfm2_conv),
     "mesa": (Mesa(heads=H, steps=8), mesa),
+    "rwkv_channel_mix": (RWKVChannelMix(hidden=7), rwkv_channel_mix),
+    "rwkv_channel_mix, RWKV-4": (RWKVChannelMix(gate=True, mix="current"), rwkv4_channel_mix),
     "ttt_linear": (TTTLinear(heads=H, batch=4), ttt_linear),
     "titans": (Titans(heads=H, chunk=4), titans),
     "titans, linear memory": (Titans(heads=H, chunk=4, depth=1), titans),

@@ -142,7 +142,7 @@ def test_rounded_states_are_refused_unless_they_hold_activations(one_of_each: Mi
     mixer, x = build(one_of_each, torch.bfloat16), draw(torch.bfloat16)
     rounded = tree_map(lambda leaf: leaf.bfloat16() if leaf.is_floating_point() else leaf, mixer.init_state(2, T))
     with torch.no_grad():
-        if one_of_each.name in ("attention", "sliding_window", "mla", "hyena", "lfm2_conv"):
+        if one_of_each.name in ("attention", "sliding_window", "mla", "hyena", "lfm2_conv", "rwkv_channel_mix"):
             assert torch.equal(mixer(x, rounded)[0], mixer(x, mixer.init_state(2, T))[0])
             return
         with pytest.raises(DtypeError, match=r"^state '.*' must be torch.float32 with x in .*, got torch.bfloat16$"):
