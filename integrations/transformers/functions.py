@@ -1,6 +1,6 @@
 """The functions that layers of transformers call, by their names in its modelling files, on our operators.
 
-Arguments and results are those of transformers 5.17 and 5.23; layouts of its convolutions are [B, C, T], and states of
+Arguments and results are those of transformers 5.17 to 5.24; layouts of its convolutions are [B, C, T], and states of
 Mamba [B, ..., P, N]. A function takes the packed sequences of the layer's call from `cu_seqlens` or `cu_seq_lens_q`.
 
 B batch, T time, C channels, W taps, H key heads, HV value heads, K key width, V value width, G groups, N state size,
@@ -8,7 +8,7 @@ P value width of Mamba-2
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,27 +34,36 @@ _MAMBA2 = UpdateSpec(decay="head", transition="additive", scale=1.0)
 _MAMBA = UpdateSpec(decay="rate", transition="additive", scale=1.0)
 
 Result = tuple[Tensor, Tensor | None]
+NO_LIMIT = 0.0, float("inf")
+
+
+class Call(NamedTuple):
+    """What a layer was called with: its tokens, the bounds of packed sequences, and its limits of the step size."""
+
+    tokens: int | None = None
+    bounds: Tensor | None = None
+    step_limit: tuple[float, float] = NO_LIMIT
 
 
 class LayerFunctions:
     """The functions of the layers of one modelling file, with what transformers does not pass to them.
 
-    Its scan of Mamba receives neither the packed sequences nor the state, and a convolution does not see how many
-    tokens the call has. `begin` sets these at the start of a layer's forward, `end` removes them.
+    Its scan of Mamba receives neither the packed sequences nor the state, its decode step of Mamba-2 no limits of the
+    step size, and a convolution does not see how many tokens the call has. `begin` sets these at the start of a layer's
+    forward, `end` removes them.
     """
 
     def __init__(self) -> None:
-        self.tokens: int | None = None
-        self.bounds: Tensor | None = None
+        self.call = Call()
         self.states: list[Tensor] = []
 
-    def begin(self, tokens: int, bounds: Tensor | None, state: Tensor | None) -> None:
+    def begin(self, call: Call, state: Tensor | None) -> None:
         """Args: state: [B, C, N], or [B, heads, C, N] for the heads of Zamba, which scans one after the other."""
-        self.tokens, self.bounds = tokens, bounds
+        self.call = call
         self.states = [] if state is None else list(state.unbind(1)) if state.dim() == 4 else [state]
 
     def end(self) -> None:
-        self.tokens, self.bounds, self.states = None, None, []
+        self.call, self.states = Call(), []
 
     def names(self) -> dict[str, Callable[..., Any]]:
         """Return the functions by the names that modelling files give them."""
@@ -83,7 +92,7 @@ class LayerFunctions:
         """Compute the short causal convolution of [B, C, T] with an optional SiLU."""
         bounds = self._bounds(options)
         x = hidden_states.transpose(1, 2)
-        if bounds is not None and x.shape[1] != self.tokens:  # the cache has put its inputs, or zeros, before them
+        if bounds is not None and x.shape[1] != self.call.tokens:  # the cache has put its inputs, or zeros, before them
             raise UnsupportedError("packed sequences cannot continue a cache: call the model with use_cache=False")
         parts = (ConvPart(x.shape[2], has_silu(activation, "causal_conv1d_fn")),)
         (y,) = convolve(ConvInputs(x, weight, bias, None, bounds), parts)
@@ -116,7 +125,7 @@ class LayerFunctions:
     def mamba2_chunk_scan(
         self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
         D: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
-        dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+        dt_softplus: bool = False, dt_limit: tuple[float, float] = NO_LIMIT,
         return_final_states: bool = False, **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Compute S_t = exp(dt_t A) S_(t-1) + dt_t B_t x_t^T and y_t = S_t^T C_t + D x_t per head.
@@ -147,7 +156,7 @@ class LayerFunctions:
             are the same for all P and N.
         """
         dtype = state_dtype(hidden_states.dtype)
-        step = _step(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, (0.0, float("inf")))
+        step = _step(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, self.call.step_limit)
         x = hidden_states
         inputs = UpdateInputs(
             q=C[:, None], k=B[:, None], v=(x.to(dtype) * step.unsqueeze(-1)).to(C.dtype)[:, None],
@@ -172,14 +181,14 @@ class LayerFunctions:
         """
         dtype = state_dtype(hidden_states.dtype)
         x = hidden_states.transpose(1, 2)
-        step = _step(dt.transpose(1, 2), delta_bias, delta_softplus, (0.0, float("inf")))
+        step = _step(dt.transpose(1, 2), delta_bias, delta_softplus, NO_LIMIT)
         v = (x.to(dtype) * step).to(C.dtype)
         inputs = UpdateInputs(
             q=C.transpose(1, 2).unsqueeze(2), k=B.transpose(1, 2).unsqueeze(2), v=v.unsqueeze(-1), step=step,
             rate=A.to(dtype),
         )  # fmt: skip
         state = self.states.pop(0).unsqueeze(-1) if self.states else None
-        o, last = run_update(_MAMBA, inputs, Sequences(state, self.bounds))
+        o, last = run_update(_MAMBA, inputs, Sequences(state, self.call.bounds))
         y = o.squeeze(-1).to(dtype)
         if D is not None:
             y = y + D.to(dtype) * x.to(dtype)
@@ -196,7 +205,7 @@ class LayerFunctions:
         """Advance the states [B, C, N] by one token, in place; returns y [B, C]. Args: B, C: [B, N]."""
         dtype = state_dtype(hidden_states.dtype)
         x = hidden_states.to(dtype)
-        step = _step(dt, dt_bias, dt_softplus, (0.0, float("inf")))
+        step = _step(dt, dt_bias, dt_softplus, NO_LIMIT)
         inputs = UpdateInputs(
             q=C[:, None, None], k=B[:, None, None], v=(x * step).to(C.dtype)[:, None, :, None], step=step[:, None],
             rate=A.to(dtype),
@@ -229,7 +238,7 @@ class LayerFunctions:
         """The packed sequences of a call."""
         bounds = options.get("cu_seqlens")
         bounds = options.get("cu_seq_lens_q") if bounds is None else bounds
-        bounds = self.bounds if bounds is None else bounds
+        bounds = self.call.bounds if bounds is None else bounds
         if bounds is None and options.get("seq_idx") is not None:
             raise UnsupportedError("packed sequences need cu_seq_lens_q; seq_idx alone does not say where they end")
         return bounds

@@ -19,7 +19,7 @@ from deltazoo.backends.io.errors import InputError, cut
 from deltazoo.backends.ops.rms_norm import GateActivation
 from deltazoo.integrations.operators import norm_and_gate
 from deltazoo.integrations.transformers.decode import decode_token
-from deltazoo.integrations.transformers.functions import LayerFunctions
+from deltazoo.integrations.transformers.functions import NO_LIMIT, Call, LayerFunctions
 
 # Recurrent layers whose forward holds the recurrence itself, so that there is nothing to replace.
 _INLINE = {
@@ -28,6 +28,7 @@ _INLINE = {
     "RwkvSelfAttention": "RWKV-4",
     "xLSTMLayer": "mLSTM",
 }
+_CACHE_NAMES = ("cache_params", "cache")  # of transformers before and since 5.24
 _Function = Callable[..., Any]
 
 
@@ -98,7 +99,7 @@ def use(model: nn.Module | None = None) -> Replacement:
     Args: model: None means all models of this process, also those built later, until the change is undone.
     Returns: the report, which undoes the changes.
     Raises: InputError if the model has no layer that is served.
-    Source: transformers 5.17 and 5.23, with which it is tested.
+    Source: transformers 5.17, 5.23 and 5.24, with which it is tested.
     """
     replacement = Replacement()
     if model is None:
@@ -214,15 +215,16 @@ def _in_layer(forward: _Function, functions: LayerFunctions) -> _Function:
     """Wrap the forward of a layer, so that its functions have what transformers does not pass to them."""
 
     def run(self: nn.Module, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
-        cache = options.get("cache_params")
-        cache = arguments[0] if cache is None and arguments else cache
+        given = [options.get(name) for name in _CACHE_NAMES] + [*arguments[:1]]
+        cache = next((x for x in given if x is not None), None)
         state = None if cache is None else _recurrent_state(cache, getattr(self, "layer_idx", None))
         packed = options.get("cu_seq_lens_q") is not None or options.get("seq_idx") is not None
         if state is not None and not packed and options.get("attention_mask") is None and len(arguments) < 2:
             decoded = decode_token(self, hidden_states, cache, state)
             if decoded is not None:
                 return decoded
-        functions.begin(hidden_states.shape[1], options.get("cu_seq_lens_q"), state)
+        limit = getattr(self, "time_step_limit", NO_LIMIT)
+        functions.begin(Call(hidden_states.shape[1], options.get("cu_seq_lens_q"), limit), state)
         try:
             return forward(self, hidden_states, *arguments, **options)
         finally:
