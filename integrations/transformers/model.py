@@ -6,6 +6,7 @@ B batch, T time, L vocabulary
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,8 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import batch, reorder
 
 _MIN_CAPACITY = 1024
+# The name of the argument and of the output since transformers 5.24, and before
+_CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
 class DeltazooConfig(PreTrainedConfig):
@@ -166,7 +169,8 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: [B, T]; labels: [B, T] as in transformers, shifted here, -100 is ignored.
             attention_mask: [B, T], or [B, all tokens so far]; 0 at padding, left or right of a row's tokens.
-            past_key_values: a `StackCache`, updated. With use_cache=True and none, one of at least 1024 tokens begins.
+            past_key_values: a `StackCache`, updated; `cache` is another name of it. With use_cache=True and none, one
+                of at least 1024 tokens begins.
             logits_to_keep: number of last tokens that get logits; 0: all.
             options: `cu_seq_lens_q` [N + 1] for packed sequences, `num_items_in_batch` of the Trainer.
         Returns: logits [B, T, L]. In training with labels there are none: the loss does not store them.
@@ -174,20 +178,21 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if options.get("inputs_embeds") is not None:
             raise UnsupportedError("DeltazooForCausalLM takes input_ids, not inputs_embeds")
-        context = self._context(input_ids, attention_mask, past_key_values, options.get("cu_seq_lens_q"))
-        if labels is not None and self.training and past_key_values is None:
+        cache: StackCache | None = options.get("cache") if past_key_values is None else past_key_values
+        context = self._context(input_ids, attention_mask, cache, options.get("cu_seq_lens_q"))
+        if labels is not None and self.training and cache is None:
             return CausalLMOutputWithPast(loss=self._training_loss(input_ids, labels, context, options))
-        if past_key_values is None and use_cache:
-            past_key_values = StackCache(self.model, max(_MIN_CAPACITY, 2 * input_ids.shape[1]))
-        state = None if past_key_values is None else past_key_values.for_batch(input_ids.shape[0])
+        if cache is None and use_cache:
+            cache = StackCache(self.model, max(_MIN_CAPACITY, 2 * input_ids.shape[1]))
+        state = None if cache is None else cache.for_batch(input_ids.shape[0])
         x_BTD, state = self.model.features(input_ids, state, context)
-        if past_key_values is not None:
-            past_key_values.state = state
-            past_key_values.tokens += input_ids.shape[1]
+        if cache is not None:
+            cache.state = state
+            cache.tokens += input_ids.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(x_BTD[:, kept])
         loss = None if labels is None else _cross_entropy(logits, _shifted(labels), options.get("num_items_in_batch"))
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
 
     def _training_loss(self, tokens: Tensor, labels: Tensor, context: Context, options: Mapping[str, Any]) -> Tensor:
         """The cross entropy over the number of targets of all micro-batches, and the auxiliary losses."""
@@ -220,8 +225,8 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
         max_cache_length: int,
     ) -> None:  # fmt: skip
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = StackCache(self.model, max_cache_length + 1)
+        if model_kwargs.get(_CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[_CACHE] = StackCache(self.model, max_cache_length + 1)
 
 
 def register() -> None:
