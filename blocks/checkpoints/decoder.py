@@ -10,6 +10,7 @@ from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers.attention import Attention
+from deltazoo.mixers.mla import MLA
 
 
 class Names(NamedTuple):
@@ -63,11 +64,7 @@ def attention(config: HubConfig, **fields: Any) -> Attention:
 def attention_config(mixer: Attention, width: int) -> dict[str, Any]:
     """Return the fields that `attention` and `HubConfig.rotary` read."""
     heads, key_value_heads, head_width = mixer.resolve_heads(width)
-    scaling = mixer.rope_scaling
-    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": mixer.rotary_theta}
-    if scaling is not None:
-        needed = ("low_freq_factor", "high_freq_factor") if scaling.rope_type == "llama3" else ()
-        rotary |= scaling.model_dump(include={"rope_type", "factor", *needed, *changed_fields(scaling)})
+    rotary = rotary_config(mixer)
     if mixer.rotary_fraction != 1:
         rotary["partial_rotary_factor"] = mixer.rotary_fraction
     return {
@@ -77,6 +74,16 @@ def attention_config(mixer: Attention, width: int) -> dict[str, Any]:
         "attention_bias": False,
         "rope_parameters": rotary,
     }
+
+
+def rotary_config(mixer: Attention | MLA) -> dict[str, Any]:
+    """Return the field rope_parameters, without the fraction."""
+    scaling = mixer.rope_scaling
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": mixer.rotary_theta}
+    if scaling is not None:
+        needed = ("low_freq_factor", "high_freq_factor") if scaling.rope_type == "llama3" else ()
+        rotary |= scaling.model_dump(include={"rope_type", "factor", *needed, *changed_fields(scaling)})
+    return rotary
 
 
 def inverse(x: float) -> float:

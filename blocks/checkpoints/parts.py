@@ -177,8 +177,8 @@ def mamba2(config: Mamba2, width: int) -> list[Rule]:
     ]
 
 
-def kda(config: KDA, width: int) -> list[Rule]:
-    """Rules of KDA."""
+def kda(config: KDA, width: int, out: str = "o_proj") -> list[Rule]:
+    """Rules of KDA. Args: out: their module of the output map."""
     shape = config.shape(width)
     keys = shape.heads * shape.key_width
     sizes = {"q": keys, "k": keys, "v": shape.value_heads * shape.value_width}
@@ -188,28 +188,47 @@ def kda(config: KDA, width: int) -> list[Rule]:
         "operands.decay.proj.1": "f_b_proj",
         "outputs.gate.proj.0": "g_a_proj",
         "outputs.gate.proj.1": "g_b_proj",
-        "out": "o_proj",
+        "out": out,
     }
     conv = {f"{x}_conv1d.weight": Packed(x, axes=(1,)) for x in "qkv"}
+    axes = (0, 1, 3)  # of A_log
+    if config.gate_rank == "full":  # Ling 3.0
+        names = {name: theirs for name, theirs in names.items() if not name.endswith((".0", ".1"))}
+        names |= {"operands.decay.proj": "f_proj", "outputs.gate.proj": "g_proj"}
+        axes = ()
     return [
         rule({"project.to_qkv.weight": "q k v"}, QKV, sizes),
         rule({"project.conv.weight": "q k v"}, conv, sizes),
-        rule("operands.decay.A_log", {"A_log": Packed("all", axes=(0, 1, 3))}, precise=True),
+        rule("operands.decay.A_log", {"A_log": Packed("all", axes=axes)}, precise=True),
         *renamed({"operands.decay.dt_bias": "dt_bias", "outputs.norm.weight": "o_norm.weight"}, precise=True),
         *renamed({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}),
     ]
 
 
-def mla(config: MLA) -> list[Rule]:
-    """Rules of latent attention without rotary embeddings."""
+def mla(config: MLA, out: str = "o_proj") -> list[Rule]:
+    """Rules of latent attention. Theirs rotates adjacent channels, ours those of two halves. Args: out: see `kda`."""
     names = {
-        "to_latent": "kv_a_proj_with_mqa",
         "latent_norm": "kv_a_layernorm",
         "to_kv": "kv_b_proj",
-        "out": "o_proj",
+        "out": out,
     }
-    if config.query_rank is None:
-        names["to_q"] = "q_proj"
-    else:
-        names |= {"to_q.0": "q_a_proj", "to_q.1": "q_a_layernorm", "to_q.2": "q_b_proj"}
-    return renamed({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()})
+    query = "to_q", "q_proj"
+    if config.query_rank is not None:
+        query = "to_q.2", "q_b_proj"
+        names |= {"to_q.0": "q_a_proj", "to_q.1": "q_a_layernorm"}
+    if config.gate is not None:
+        names["to_gate"] = "g_proj"
+    half = 0 if config.rotary_theta is None else (config.rotary_width or 0) // 2
+    heads = range(config.heads or 1)
+    sizes = {"latent": config.latent_width or 0, "even": half, "odd": half}
+    for h in heads:
+        sizes |= {f"q{h}": config.key_width or 0, f"even{h}": half, f"odd{h}": half}
+    rotary = {
+        ("to_latent", "kv_a_proj_with_mqa"): "latent even~odd",
+        query: " ".join(f"q{h} even{h}~odd{h}" for h in heads),
+    }
+    rules = renamed({f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()})
+    for (ours, theirs), pieces in rotary.items():
+        pieces = pieces if half else "all"
+        rules.append(rule({f"{ours}.weight": pieces.replace("~", " ")}, {f"{theirs}.weight": pieces}, sizes))
+    return rules

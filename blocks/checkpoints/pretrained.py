@@ -178,10 +178,9 @@ def _read_rule(
     tensors = {name: torch.empty(shapes[name].shape, dtype=dtype, device=device) for name in rule.ours}
     targets = rule.targets(tensors)
     for name, packed in rule.theirs.items():
-        actual, pieces = theirs[name], packed.pieces.split()
+        actual, pieces = theirs[name], packed.pieces.replace("~", " ").split()
         rows = [targets[piece] for piece in pieces]
-        ordered = not packed.transposed and (packed.groups == 1 or len(pieces) == 1)
-        if ordered and files.in_place(actual, rows):
+        if packed.is_ordered and files.in_place(actual, rows):
             finite[name] = files.get_into(actual, rows)
         else:
             tensor = files.get(actual)

@@ -5,7 +5,7 @@ a side says which of its tensors holds which pieces, in which order. Reading and
 take the tensors of one side apart and put those of the other together, and neither loses a byte.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ class Packed(NamedTuple):
     """How a tensor consists of pieces.
 
     Args:
-        pieces: names, separated by spaces, in the order of their rows.
+        pieces: names, separated by spaces, in the order of their rows. The rows of "a~b" alternate: one of a, one of b
+            (rotary embeddings of adjacent channels).
         groups: the rows are interleaved: a block with 1 / groups of the rows of each piece, `groups` times
             (Qwen3-Next: one block per key head).
         stack: the first dimension, of this size, counts blocks of rows, such as experts; 0: there is none.
@@ -34,17 +35,22 @@ class Packed(NamedTuple):
 
     def split(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """Return the rows of each piece: views of the tensor, unless the pieces are interleaved."""
-        rows, names = self._rows(tensor), self.pieces.split()
-        if len(names) == 1:
-            return {names[0]: rows}
-        blocks = torch.unflatten(rows, 0, (self.groups, -1)).split(
-            [sizes[name] // self.groups for name in names], dim=1
-        )
-        return {name: block.flatten(0, 1) for name, block in zip(names, blocks, strict=True)}
+        rows, runs = self._rows(tensor), [run.split("~") for run in self.pieces.split()]
+        if len(runs) == 1:
+            blocks: Sequence[Tensor] = [rows]
+        else:
+            counts = [sum(sizes[name] for name in run) // self.groups for run in runs]
+            split = torch.unflatten(rows, 0, (self.groups, -1)).split(counts, dim=1)
+            blocks = [block.flatten(0, 1) for block in split]
+        pieces: dict[str, Tensor] = {}
+        for run, block in zip(runs, blocks, strict=True):
+            pieces |= {name: block[i :: len(run)] for i, name in enumerate(run)}
+        return pieces
 
     def join(self, pieces: Mapping[str, Tensor]) -> Tensor:
         """Return the tensor that consists of these pieces, contiguous."""
-        parts = [pieces[name] for name in self.pieces.split()]
+        runs = [[pieces[name] for name in run.split("~")] for run in self.pieces.split()]
+        parts = [run[0] if len(run) == 1 else torch.stack(run, 1).flatten(0, 1) for run in runs]
         rows = parts[0]
         if len(parts) > 1:
             rows = torch.cat([torch.unflatten(part, 0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
@@ -55,6 +61,12 @@ class Packed(NamedTuple):
         for axis in self.axes:
             rows = rows.unsqueeze(axis)
         return rows.contiguous()
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the tensor's memory holds the pieces one after the other."""
+        alternates = self.groups > 1 and len(self.pieces.split()) > 1
+        return not alternates and "~" not in self.pieces and not self.transposed
 
     def _rows(self, tensor: Tensor) -> Tensor:
         if self.transposed:
@@ -114,8 +126,8 @@ class Rule(NamedTuple):
         """Return the views of our tensors into which the pieces are copied."""
         views: dict[str, Tensor] = {}
         for name, packed in self.ours.items():
-            if packed.groups != 1:
-                raise ConfigError(f"a rule cannot interleave a tensor of the model, got groups={packed.groups}: {name}")
+            if not packed.is_ordered or packed.groups != 1:
+                raise ConfigError(f"a rule cannot interleave a tensor of the model, got {packed} for {name}")
             views |= packed.split(tensors[name], self.sizes)
         return views
 

@@ -117,6 +117,14 @@ MODELS = {
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "n_shared_experts": 1}
         | {"n_group": 4, "topk_group": 2},
     ),
+    "bailing_hybrid": Model(
+        "BailingHybrid", "BailingHybridConfig",
+        SIZES | {"rms_norm_eps": EPS, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4}
+        | {"kv_lora_rank": 7, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5, "head_dim": 8}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "n_shared_experts": 2}
+        | {"moe_intermediate_size": 12, "num_local_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+        | {"n_group": 4, "topk_group": 2, "kda_lower_bound": -3.0, "rope_theta": 100.0},
+    ),
     "lfm2": Model(
         "Lfm2", "Lfm2Config",
         SIZES | HEADS | {"norm_eps": EPS, "layer_types": ["conv", "full_attention", "conv"]}
