@@ -191,7 +191,7 @@ def kda(config: KDA, width: int, out: str = "o_proj") -> list[Rule]:
         "out": out,
     }
     conv = {f"{x}_conv1d.weight": Packed(x, axes=(1,)) for x in "qkv"}
-    axes = (0, 1, 3)  # of A_log
+    axes: tuple[int, ...] = (0, 1, 3)  # of A_log
     if config.gate_rank == "full":  # Ling 3.0
         names = {name: theirs for name, theirs in names.items() if not name.endswith((".0", ".1"))}
         names |= {"operands.decay.proj": "f_proj", "outputs.gate.proj": "g_proj"}

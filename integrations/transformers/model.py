@@ -192,7 +192,8 @@ class DeltazooForCausalLM(PreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(x_BTD[:, kept])
         loss = None if labels is None else _cross_entropy(logits, _shifted(labels), options.get("num_items_in_batch"))
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
+        output: dict[str, Any] = {"loss": loss, "logits": logits, _CACHE: cache}
+        return CausalLMOutputWithPast(**output)
 
     def _training_loss(self, tokens: Tensor, labels: Tensor, context: Context, options: Mapping[str, Any]) -> Tensor:
         """The cross entropy over the number of targets of all micro-batches, and the auxiliary losses."""
