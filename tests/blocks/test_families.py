@@ -71,6 +71,15 @@ def test_interleaved_stacked_and_one_channel_tensors_are_taken_apart_and_put_tog
     conv = rule("conv", {"conv1d": Packed("all", axes=(1,))})
     assert conv.write({"conv": x})["conv1d"].shape == (6, 1, 3)
     assert all(view._is_view() for view in experts.targets({"all": x.view(2, 3, 3)}).values())
+    sizes = {"whole": 2, "even": 2, "odd": 2}
+    rotary = rule({"all": "whole even odd"}, {"pairs": "whole even~odd"}, sizes)
+    assert rotary.write({"all": x})["pairs"][:, 0].tolist() == [0, 1, 2, 4, 3, 5]
+    pieces = Packed("whole even~odd").split(x, sizes)
+    assert pieces["even"][:, 0].tolist() == [2, 4] and pieces["odd"][:, 0].tolist() == [3, 5]
+    transposed = rule("map", {"map.T": Packed("all", transposed=True)})
+    assert torch.equal(transposed.write({"map": x})["map.T"], x.T)
+    with pytest.raises(ConfigError, match="cannot interleave a tensor of the model"):
+        rule({"pairs": "even~odd"}, "x", sizes).targets({"pairs": x})
 
 
 def test_qwen3_next_has_the_logits_of_transformers_and_equal_bytes(tmp_path: Path) -> None:
@@ -165,6 +174,25 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert "model.norm.weight has values that torch.float16 cannot hold" in problem(
         write(tmp_path, tensors), dtype=torch.float16
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_threads_read_all_pieces_and_find_each_kind_of_number_that_is_not_finite(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three pieces of 1 MB and one of 8 bytes, with the largest finite numbers of both signs."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    x = torch.arange((3 << 20) // dtype.itemsize + 8 // dtype.itemsize).remainder(1000).to(dtype)
+    x[:2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
+    for number in (None, torch.inf, -torch.inf, torch.nan):
+        stored = x.clone()
+        if number is not None:
+            stored[-1] = number
+        save_file({"x": stored}, tmp_path / FILE)
+        target = torch.empty_like(x)
+        with TensorFiles(tmp_path) as files:
+            assert all(files.get_into("x", [target[:5], target[5:]])) == (number is None)
+        assert torch.equal(target.view(torch.uint8), stored.view(torch.uint8))
 
 
 def test_damaged_missing_and_contradicting_files_are_refused(tmp_path: Path) -> None:
