@@ -16,7 +16,7 @@ from deltazoo.blocks.checkpoints.fp8 import SCALE, Blocks, dequantize, scale_pro
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
 MAX_SHARD_BYTES = 5_000_000_000
-_PIECE_BYTES = 1 << 20  # read and checked by one thread, while they are in the cache
+_PIECE_BYTES = 1 << 22  # read and checked by one thread, while they are in a cache
 _PINNED_BYTES = 1 << 24  # of each of two buffers between a file and a GPU
 _MAX_THREADS = 8
 _INFINITY = {  # its bits

@@ -180,9 +180,9 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_threads_read_all_pieces_and_find_each_kind_of_number_that_is_not_finite(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three pieces of 1 MB and one of 8 bytes, with the largest finite numbers of both signs."""
+    """Three pieces of 4 MB and one of 8 bytes, with the largest finite numbers of both signs."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    x = torch.arange((3 << 20) // dtype.itemsize + 8 // dtype.itemsize).remainder(1000).to(dtype)
+    x = torch.arange((3 << 22) // dtype.itemsize + 8 // dtype.itemsize).remainder(1000).to(dtype)
     x[:2] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype)
     for number in (None, torch.inf, -torch.inf, torch.nan):
         stored = x.clone()
