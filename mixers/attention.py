@@ -19,12 +19,13 @@ from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_maps import apply_maps, reads_weight
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerOutput, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Cost, Mixer, MixerOutput, Place, check_draft
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.parts.attention.caches import (
     KVCache,
+    KVDraft,
     append_to_cache,
     check_capacity,
     empty_cache,
@@ -149,6 +150,8 @@ class AttentionMixer(Mixer):
     Rotary angles are computed in float64 modulo 2 pi. State: `KVCache`.
     """
 
+    commit_form: ClassVar[CommitForm] = "cache"
+
     def __init__(self, config: AttentionConfig, width: int) -> None:
         super().__init__()
         self.width, self.window = width, config.window_or_none()
@@ -191,6 +194,8 @@ class AttentionMixer(Mixer):
 
     def forward(self, x: Tensor, state: KVCache | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
+        if context.verify:
+            check_draft(state, context)
         if state is not None:
             self._check_cache(state, x_BTD, context)
         qkv_BTC = self.to_qkv(x_BTD)
@@ -225,6 +230,10 @@ class AttentionMixer(Mixer):
             o_B1C = _apply_gate(o_B1C, mapped["gate"])
         return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state)
 
+    def commit_(self, draft: KVDraft, state: KVCache, accepted: Tensor) -> None:
+        with torch.no_grad():
+            append_to_cache(state, draft.k, draft.v, accepted)
+
     def _operands(self, qkv_BTC: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv_BTC.split(self.sizes, dim=-1)
         if self.qk_norm == "all":
@@ -240,7 +249,7 @@ class AttentionMixer(Mixer):
 
     def _attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context
-    ) -> tuple[Tensor, KVCache]:
+    ) -> tuple[Tensor, KVCache | KVDraft]:
         count_N = token_counts(q, context)
         if context.parallel is not None:
             plan = context.parallel
@@ -250,9 +259,13 @@ class AttentionMixer(Mixer):
         if context.cu_seqlens is not None:
             o = attend_packed(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
             return o, append_to_cache(cache, k, v, count_N, context.cu_seqlens[:-1].long())
-        if self.window is not None and q.shape[1] != 1:
-            return attend_ring_buffer(q, k, v, self.scale, cache), append_to_cache(cache, k, v, count_N)
+        if self.window is not None and (q.shape[1] != 1 or context.verify):
+            o = attend_ring_buffer(q, k, v, self.scale, cache)
+            return o, KVDraft(k, v) if context.verify else append_to_cache(cache, k, v, count_N)
         position_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
+        if context.verify:  # slots after the position hold no tokens
+            cache = append_to_cache(cache._replace(position=cache.position.clone()), k, v, count_N)
+            return attend_cache(q, cache, self.scale, position_BT), KVDraft(k, v)
         cache = append_to_cache(cache, k, v, count_N)
         if q.shape[1] == 1 and runs_by_kernel("attention of one token", decode_refusals(q, cache)):
             return attend_last(q, cache, self.scale), cache

@@ -228,7 +228,9 @@ class Layer(nn.Module):
             return sum(outputs[1:], start=outputs[0])
 
         def mix_step(x_B1D: Tensor, norm: Norm) -> Tensor | None:
-            if state is None or context.parallel is not None or len(self.mixers) > 1 or not is_plain(self.mixers[0]):
+            if state is None or context.parallel is not None or context.verify:
+                return None
+            if len(self.mixers) > 1 or not is_plain(self.mixers[0]):
                 return None
             if torch.compiler.is_compiling():
                 record_einops_calls()
@@ -259,6 +261,11 @@ class Layer(nn.Module):
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""
         return tuple(mixer.init_state(batch, capacity) for mixer in self.mixers)
+
+    def commit_(self, draft: LayerState, state: LayerState, accepted: Tensor) -> None:
+        """Advance the state by the accepted drafted tokens; see `Mixer.commit_`."""
+        for mixer, mixer_draft, mixer_state in zip(self.mixers, draft, state, strict=True):
+            mixer.commit_(mixer_draft, mixer_state, accepted)
 
     def extra_repr(self) -> str:
         return "" if self.norm_position == "pre" else f"norm_position={self.norm_position!r}"

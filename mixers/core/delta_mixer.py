@@ -4,7 +4,7 @@ B batch, T time, D width, HV value heads, K key width, V value width, N sequence
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from einops import rearrange
@@ -26,7 +26,7 @@ from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
-from deltazoo.mixers.core.mixer import Context, Mixer, MixerOutput
+from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput, check_draft
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
     HasBackend,
@@ -38,6 +38,8 @@ from deltazoo.mixers.core.part import (
     ResizesHeads,
     Stateful,
     StatelessOutputPart,
+    call_stateful,
+    commit_part_,
     init_normal,
     project_jointly,
     run_part,
@@ -93,9 +95,15 @@ class Update(nn.Module, HasBackend):
         _, _, HV, K, V, _ = self.shape
         return like.new_zeros(batch, HV, K, V, dtype=state_dtype(like.dtype))
 
-    def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return o [B, T, HV, V] and the new state. A single token without gradients updates the state in place."""
+    def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Any]:
+        """Return o [B, T, HV, V] and the new state. A single token without gradients updates the state in place.
+
+        For drafted tokens return o and the `Draft`.
+        """
         bound = self.bound
+        if context.verify and state is not None:
+            o, draft = bound.verify_(inputs, state)
+            return o, draft
         if context.parallel is not None:
             out = carried_update(bound, inputs._replace(state=state), context.parallel)
             if state is None:
@@ -123,6 +131,8 @@ class DeltaMixer(Mixer):
         name: the mixer's name, a part of a key of the state, so that the states of other mixers do not fit.
     State: one tensor per part with a state, by the part's name; "NAME.update" is S [B, HV, K, V].
     """
+
+    commit_form: ClassVar[CommitForm] = "writes"
 
     def __init__(
         self,
@@ -166,7 +176,9 @@ class DeltaMixer(Mixer):
     ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         old: Mapping[str, Tensor] = {} if state is None else state
-        new: dict[str, Tensor | None] = {}
+        new: dict[str, Any] = {}
+        if context.verify:
+            check_draft(state, context)
         if state is not None:
             self._check_state(state, x_BTD, context)
             fused_o = self._fused_step_(x_BTD, state, context, None)
@@ -193,7 +205,7 @@ class DeltaMixer(Mixer):
                     o = o_of_both
                     parts.pop(0)
                     continue
-            o, new[name] = call_part(part, o, arguments, old.get(name), context)
+            o, new[name] = call_stateful(part, o, arguments, old.get(name), context=context)
         y_BTD = self._project_out(o, x_BTD, order)
         intermediates: Mapping[str, Tensor] = context.intermediates or {}
         side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
@@ -256,7 +268,7 @@ class DeltaMixer(Mixer):
 
         Args: norm: of x, not yet applied; None: there is none.
         """
-        if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
+        if context.mask is not None or context.cu_seqlens is not None or context.verify or x_BTD.shape[1] != 1:
             return None
         bound, device = self.update.bound, device_type(x_BTD)
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
@@ -269,6 +281,14 @@ class DeltaMixer(Mixer):
         for part in fusion.remaining:
             o = part.transform(o, x_BTD)
         return o
+
+    def commit_(self, draft: Mapping[str, Any], state: Mapping[str, Tensor], accepted: Tensor) -> None:
+        with torch.no_grad():
+            for name, part in self._parts().items():
+                if name == "update":
+                    self.update.bound.commit_(draft[self.update_key], state[self.update_key], None, accepted)
+                elif name in state:
+                    commit_part_(part, draft[name], state[name], accepted)
 
     def split_refusal(self) -> str | None:
         parts = [name for name, part in self._parts().items() if isinstance(part, Stateful) and not part.splits]
@@ -326,7 +346,7 @@ def can_group(mixers: Sequence[nn.Module]) -> TypeGuard[Sequence[DeltaMixer]]:
     )
 
 
-def _without_none(tensors: Mapping[str, Tensor | None]) -> NamedTensors:
+def _without_none(tensors: Mapping[str, Any]) -> NamedTensors:
     return NamedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 

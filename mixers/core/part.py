@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
@@ -125,10 +126,13 @@ class StatelessOutputPart(OutputPart):
 class Stateful(ABC):
     """Part with a state: one tensor with the batch in dimension 0.
 
-    Class attribute: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`).
+    Class attributes: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`);
+    `keeps_inputs`, whether the state is that of a `ShortConv` or `TokenShift`, which return all inputs for drafted
+    tokens (`Context.verify`). Other parts read the accepted tokens again.
     """
 
     splits: ClassVar[bool] = False
+    keeps_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
@@ -225,8 +229,51 @@ class Parts:
 
 def run_part(part: nn.Module, *arguments: Any, context: Context) -> tuple[UpdateInputs, Tensor | None, Context]:
     """Call a projection or an operand part. Return the operands, the new state, and the context of later parts."""
-    inputs, state, *tensors = call_part(part, *arguments, context)
+    inputs, state, *tensors = call_stateful(part, *arguments, context=context)
     return inputs, state, context.with_intermediates(tensors[0]) if tensors else context
+
+
+class PartDraft(NamedTuple):
+    """Drafted tokens that a part reads again in `commit_part_`: its arguments before the state, and its context."""
+
+    arguments: tuple[Any, ...]
+    context: Context
+
+
+def call_stateful(part: nn.Module, *arguments: Any, context: Context) -> Any:
+    """Call a part with the arguments (..., state, context). With drafted tokens its state does not change.
+
+    What the part returns as the new state is then the draft for `commit_part_`.
+    """
+    *others, state = arguments
+    if not context.verify or state is None or not isinstance(part, Stateful) or part.keeps_inputs:
+        return call_part(part, *arguments, context)
+    plain = context._replace(verify=False)
+    result, _, *tensors = call_part(part, *others, state.clone(), plain)
+    return result, PartDraft(tuple(others), plain), *tensors
+
+
+def commit_part_(part: nn.Module, draft: Any, state: Tensor, accepted: Tensor) -> None:
+    """Advance the state of a part in place by the first `accepted` [B] int32 drafted tokens of each row."""
+    past = state.shape[1] if state.dim() > 1 else 0
+    if not isinstance(draft, PartDraft):  # the inputs [B, P + T, C], of which the state [B, P, C] holds the last ones
+        index_BP = accepted[:, None] + torch.arange(past, device=accepted.device)
+        state.copy_(draft.gather(1, index_BP[..., None].expand(-1, -1, draft.shape[2])))
+        return
+    x = draft.arguments[0]
+    mask_BT = torch.arange(x.shape[1], device=x.device) < accepted[:, None]
+
+    def masked(tensor: Tensor) -> Tensor:
+        per_token = tensor.dim() > 2 and tensor.shape[:2] == mask_BT.shape
+        return (
+            torch.where(mask_BT.view(*mask_BT.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0) if per_token else tensor
+        )
+
+    arguments, intermediates = tree_map_only(Tensor, masked, (draft.arguments, draft.context.intermediates))
+    context = draft.context._replace(mask=mask_BT, intermediates=intermediates)
+    new_state = call_part(part, *arguments, state, context)[1]
+    if new_state is not state:
+        state.copy_(new_state)
 
 
 def projection(width: int, out: int, rank: int | None = None, bias: bool = False) -> nn.Module:

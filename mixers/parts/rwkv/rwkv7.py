@@ -41,6 +41,7 @@ class RWKV7Projection(nn.Module, Stateful):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 
