@@ -45,15 +45,21 @@ class Decoder:
         with torch.no_grad():
             self.state: StackState = model.init_state(batch, capacity)
         self.compile = compile
-        self._layers, self._held = None, list[object]()
+        self.layers, self._held = None, list[object]()
         if compile and model.device.type == "cuda":
-            self._layers = CompiledLayers(model, functools.partial(_compile_and_hold, self._held))
-        self._step = _compiled_step(model.device) if compile and self._layers is None else _step
+            self.layers = CompiledLayers(model, functools.partial(_compile_and_hold, self._held))
+        self._step = _compiled_step(model.device) if compile and self.layers is None else _step
         self._layout = _layout(model)
         self._replay: Call | None = None
         self.steps = 0  # number of calls of `step`
         self.prompts: PromptGraphs | None = None  # only of a kept decoder, whose model is compared before each call
         self.sampler = Sampler(self.tokens, self.logits)
+        self.speculators: dict[int, Any] = {}  # by the number of drafted tokens
+
+    @property
+    def captured(self) -> bool:
+        """Whether `step` replays a CUDA graph."""
+        return self._replay is not None
 
     @property
     def model(self) -> TokenModel:
@@ -112,7 +118,7 @@ class Decoder:
             self._run()
 
     def _run(self) -> None:
-        with nullcontext() if self._layers is None else self._layers.active():
+        with nullcontext() if self.layers is None else self.layers.active():
             self._step(self.model, self.tokens, self.state, self.logits)
 
     @torch.no_grad()

@@ -241,10 +241,14 @@ class LanguageModel(nn.Module):
             layer.commit_(layer_draft, layer_state, accepted)
 
     def generate(
-        self, prompt: Prompt, sampling: Sampling | None = None, generator: torch.Generator | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        generator: torch.Generator | None = None,
+        speculate: int = 0,
     ) -> Tensor:
         """Continue prompts of tokens; see `deltazoo.blocks.generate_tokens`. Returns: the new tokens, [B, n] int64."""
-        return generate_tokens(self, prompt, sampling, generator)
+        return generate_tokens(self, prompt, sampling, generator, speculate)
 
     def save_pretrained(
         self,
