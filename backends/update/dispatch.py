@@ -162,6 +162,27 @@ class BoundUpdate:
         record_call(backend.name, "fused step")
         return backend.fused_decode_step_(step, inputs, states, slots)
 
+    def can_fuse_verify(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
+        """Return whether the chosen backend fuses the operations of drafted tokens. Args: dtype: of `qkv`."""
+        backend = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
+        return not backend.fused_verify_unsupported(step, dtype)
+
+    def fused_verify_(self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor) -> tuple[Tensor, Draft]:
+        """Decode T drafted tokens per row, from the projections of a mixer to the input of its output projection.
+
+        Call it only if `can_fuse_verify` returns True. `inputs.history` and `states` [B, HV, K, V] do not change: then
+        `commit_` advances the states, and `backends.ops.conv_history.advance_history_` the history.
+
+        Returns: o [B, T, HV, V] in the dtype of qkv, and the draft for `commit_`.
+        Raises: InputError or a subclass.
+        """
+        check_fused_decode(step, inputs, states, None, tokens=None)
+        backend = self.backend_for(
+            UpdateMeta(device_type(inputs.qkv), inputs.qkv.dtype, step.H, step.HV, step.K, step.V)
+        )
+        record_call(backend.name, "fused verify")
+        return backend.fused_verify_(step, inputs, states)
+
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """Bind another spec to the same candidates. A refusal is reported when the result is called."""
         return BoundUpdate(spec, self._candidates, self.requested)

@@ -26,6 +26,10 @@ class DecodeFusion(NamedTuple):
     fused_parts: dict[str, Fusible]
     remaining: list[StatelessOutputPart]
 
+    def has_skip(self, x: Tensor) -> bool:
+        """Whether a part adds the values to the output. Args: x: input of the mixer."""
+        return any("skip" in part.fused_parameters(x) for part in self.fused_parts.values())
+
     def inputs(self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None = None) -> FusedDecodeInputs:
         """Compute the operands of the step.
 

@@ -4,7 +4,7 @@ B batch, T time, D width, HV value heads, K key width, V value width, N sequence
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
 from einops import rearrange
@@ -54,6 +54,13 @@ from deltazoo.mixers.core.sequences import (
 )
 from deltazoo.mixers.core.side import side_outputs
 from deltazoo.mixers.core.state import write_back
+
+
+class FusedOutput(NamedTuple):
+    """Output of fused operations, [B, T, HV, V], and the new state, or the draft for `commit_`."""
+
+    o: Tensor
+    state: Any
 
 
 class Update(nn.Module, HasBackend):
@@ -181,9 +188,9 @@ class DeltaMixer(Mixer):
             check_draft(state, context)
         if state is not None:
             self._check_state(state, x_BTD, context)
-            fused_o = self._fused_step_(x_BTD, state, context, None)
-            if fused_o is not None:
-                return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
+            fused = self._fused_step_(x_BTD, state, context, None)
+            if fused is not None:
+                return MixerOutput(self._project_out(fused.o, x_BTD, order), fused.state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
@@ -252,8 +259,10 @@ class DeltaMixer(Mixer):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_state(state, x_B1D, context)
-        o = self._fused_step_(x_B1D, state, context, norm)
-        return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
+        fused = self._fused_step_(x_B1D, state, context, norm)
+        if fused is None:
+            return None
+        return MixerOutput(add_product(x_B1D, fused.o.flatten(2), self.out.weight), fused.state)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)
@@ -263,24 +272,32 @@ class DeltaMixer(Mixer):
 
     def _fused_step_(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context, norm: Norm | None
-    ) -> Tensor | None:
-        """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse.
+    ) -> FusedOutput | None:
+        """Decode one token per row in place, or read drafted ones, by few kernels.
 
         Args: norm: of x, not yet applied; None: there is none.
+        Returns: None if the call, parts or backend do not fuse.
         """
-        if context.mask is not None or context.cu_seqlens is not None or context.verify or x_BTD.shape[1] != 1:
+        if context.mask is not None or context.cu_seqlens is not None or not (context.verify or x_BTD.shape[1] == 1):
             return None
-        bound, device = self.update.bound, device_type(x_BTD)
+        bound, device, dtype = self.update.bound, device_type(x_BTD), linear_output_dtype(x_BTD)
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
-        if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
+        if fusion is None or not bound.can_fuse_decode(fusion.step, device, dtype):
+            return None
+        if context.verify and (fusion.has_skip(x_BTD) or not bound.can_fuse_verify(fusion.step, device, dtype)):
             return None
         inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
+        after: Any = state
+        if context.verify:
+            o, draft = bound.fused_verify_(fusion.step, inputs, state[self.update_key])
+            after = NamedTensors({name: draft if name == self.update_key else inputs.qkv for name in state})
+        else:
+            o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
         if fusion.remaining and norm is not None:
             x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
         for part in fusion.remaining:
             o = part.transform(o, x_BTD)
-        return o
+        return FusedOutput(o, after)
 
     def commit_(self, draft: Mapping[str, Any], state: Mapping[str, Tensor], accepted: Tensor) -> None:
         with torch.no_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
@@ -127,7 +128,7 @@ class Stateful(ABC):
     """Part with a state: one tensor with the batch in dimension 0.
 
     Class attributes: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`);
-    `keeps_inputs`, whether the state is that of a `ShortConv` or `TokenShift`, which return all inputs for drafted
+    `keeps_inputs`, whether the state is that of a `ShortConv` or `TokenShift`, which return their inputs for drafted
     tokens (`Context.verify`). Other parts read the accepted tokens again.
     """
 
@@ -255,10 +256,8 @@ def call_stateful(part: nn.Module, *arguments: Any, context: Context) -> Any:
 
 def commit_part_(part: nn.Module, draft: Any, state: Tensor, accepted: Tensor) -> None:
     """Advance the state of a part in place by the first `accepted` [B] int32 drafted tokens of each row."""
-    past = state.shape[1] if state.dim() > 1 else 0
-    if not isinstance(draft, PartDraft):  # the inputs [B, P + T, C], of which the state [B, P, C] holds the last ones
-        index_BP = accepted[:, None] + torch.arange(past, device=accepted.device)
-        state.copy_(draft.gather(1, index_BP[..., None].expand(-1, -1, draft.shape[2])))
+    if not isinstance(draft, PartDraft):
+        advance_history_(state, draft, accepted)
         return
     x = draft.arguments[0]
     mask_BT = torch.arange(x.shape[1], device=x.device) < accepted[:, None]
