@@ -25,7 +25,6 @@ from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.parts.attention.caches import (
     KVCache,
-    KVDraft,
     append_to_cache,
     check_capacity,
     empty_cache,
@@ -215,9 +214,7 @@ class AttentionMixer(Mixer):
         has_norms = type(self.q_norm) in (nn.Identity, RMSNorm) and is_plain(self.q_norm) and is_plain(self.k_norm)
         if context.mask is not None or context.cu_seqlens is not None or context.parallel is not None or not has_norms:
             return None
-        if context.verify:
-            return None
-        if not reads_weight(self.out, x):
+        if context.verify or not reads_weight(self.out, x):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_cache(state, x_B1D, context)
@@ -232,7 +229,7 @@ class AttentionMixer(Mixer):
             o_B1C = _apply_gate(o_B1C, mapped["gate"])
         return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state)
 
-    def commit_(self, draft: KVDraft, state: KVCache, accepted: Tensor) -> None:
+    def commit_(self, draft: KVCache, state: KVCache, accepted: Tensor) -> None:
         with torch.no_grad():
             append_to_cache(state, draft.k, draft.v, accepted)
 
@@ -251,7 +248,7 @@ class AttentionMixer(Mixer):
 
     def _attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context
-    ) -> tuple[Tensor, KVCache | KVDraft]:
+    ) -> tuple[Tensor, KVCache]:
         count_N = token_counts(q, context)
         if context.parallel is not None:
             plan = context.parallel
@@ -263,11 +260,11 @@ class AttentionMixer(Mixer):
             return o, append_to_cache(cache, k, v, count_N, context.cu_seqlens[:-1].long())
         if self.window is not None and (q.shape[1] != 1 or context.verify):
             o = attend_ring_buffer(q, k, v, self.scale, cache)
-            return o, KVDraft(k, v) if context.verify else append_to_cache(cache, k, v, count_N)
+            return o, KVCache(k, v, count_N) if context.verify else append_to_cache(cache, k, v, count_N)
         position_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
         if context.verify:  # slots after the position hold no tokens
             cache = append_to_cache(cache._replace(position=cache.position.clone()), k, v, count_N)
-            return attend_cache(q, cache, self.scale, position_BT), KVDraft(k, v)
+            return attend_cache(q, cache, self.scale, position_BT), KVCache(k, v, count_N)
         cache = append_to_cache(cache, k, v, count_N)
         if q.shape[1] == 1 and runs_by_kernel("attention of one token", decode_refusals(q, cache)):
             return attend_last(q, cache, self.scale), cache

@@ -163,23 +163,16 @@ class BoundUpdate:
         return backend.fused_decode_step_(step, inputs, states, slots)
 
     def can_fuse_verify(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
-        """Return whether the chosen backend fuses the operations of drafted tokens. Args: dtype: of `qkv`."""
-        backend = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
-        return not backend.fused_verify_unsupported(step, dtype)
+        """Return whether the chosen backend computes drafted tokens of this step. Args: dtype: of `qkv`."""
+        return not self._fused_decode_backend(step, device, dtype)[0].fused_verify_unsupported(step, dtype)
 
     def fused_verify_(self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor) -> tuple[Tensor, Draft]:
-        """Decode T drafted tokens per row, from the projections of a mixer to the input of its output projection.
+        """Decode drafted tokens from the projections of a mixer to the input of its output projection.
 
-        Call it only if `can_fuse_verify` returns True. `inputs.history` and `states` [B, HV, K, V] do not change: then
-        `commit_` advances the states, and `backends.ops.conv_history.advance_history_` the history.
-
-        Returns: o [B, T, HV, V] in the dtype of qkv, and the draft for `commit_`.
-        Raises: InputError or a subclass.
+        Only if `can_fuse_verify`. `inputs.history` and `states` [B, HV, K, V] do not change. Returns: as `verify_`.
         """
         check_fused_decode(step, inputs, states, None, tokens=None)
-        backend = self.backend_for(
-            UpdateMeta(device_type(inputs.qkv), inputs.qkv.dtype, step.H, step.HV, step.K, step.V)
-        )
+        backend = self._fused_decode_backend(step, device_type(inputs.qkv), inputs.qkv.dtype)[0]
         record_call(backend.name, "fused verify")
         return backend.fused_verify_(step, inputs, states)
 

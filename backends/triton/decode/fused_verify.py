@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltazoo.backends.io.errors import OperandError
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.decode import fused
@@ -28,30 +29,36 @@ def unsupported(step: FusedDecodeStep) -> list[str]:
 
 
 def fused_verify(step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor) -> tuple[Tensor, Draft]:
-    """Run the kernels. Returns: o [B, T, HV, V], and the draft for `commit_`."""
-    B, T = inputs.qkv.shape[:2]
-    o, q, k, v, values, *strengths = _verify_op(*inputs, states, step.spec.householders, *StepOptions.of(step))
-    shapes = step.spec.operands(B, T, step.H, step.HV, step.K, step.V)
-    names = [name for name in shapes if name != "log_decay" or inputs.log_decay is None]
-    operands = {name: x.view(shapes[name]) for name, x in zip(names, (q, k, v, *strengths), strict=True)}
-    if inputs.log_decay is not None:
-        operands["log_decay"] = inputs.log_decay
-    return o, Draft(UpdateInputs(**operands), values)
+    """Run the kernels. Returns: o [B, T, HV, V], and the draft for `commit_`.
+
+    Raises: OperandError: there is a skip.
+    """
+    if inputs.skip is not None:
+        raise OperandError("skip must be None for drafted tokens: the kernels do not add it")
+    o, values, *computed = _verify_op(*inputs, states, step.spec.householders, *StepOptions.of(step))
+    fixed = {} if inputs.log_decay is None else {"log_decay": inputs.log_decay}
+    names = [name for name in step.spec.operands(1, 1, step.H, step.HV, step.K, step.V) if name not in fixed]
+    return o, Draft(UpdateInputs(**dict(zip(names, computed, strict=True)), **fixed), values)
 
 
 def _empty(x: FusedDecodeInputs, states: Tensor, n: int, options: StepOptions) -> dict[str, Tensor]:
-    """Allocate o; the operands in the order of `UpdateSpec.operands`, after v the written values."""
+    """Allocate o, the written values, and the operands in the order of `UpdateSpec.operands`."""
     (B, T, _), (HV, K, V), H = x.qkv.shape, states.shape[1:], options.heads
-    narrow = {"o": (B, T, HV, V), "q": (B, T, H, K), "k": (B, T, n, H, K), "v": (B, T, n, HV, V)}
-    wide: dict[str, tuple[int, ...]] = {"values": (B, T, n, HV, V)}
+    m = (n,) if n > 1 else ()
+    wide: dict[str, tuple[int, ...]] = {}
     if x.decay is not None:
-        wide["out_decay"] = (B, T, HV, K) if fused.has_channel_decay(x, HV) else (B, T, HV)
-    if x.beta is not None:
-        wide |= ({} if x.feedback is None else {"out_erase": (B, T, n, HV)}) | {"out_write": (B, T, n, HV)}
-    if x.write is not None:
-        wide |= ({"out_erase": (B, T, n, HV, K)} if options.delta else {}) | {"out_write": (B, T, n, HV, V)}
-    tensors = {name: x.qkv.new_empty(shape) for name, shape in narrow.items()}
-    return tensors | {name: x.qkv.new_empty(shape, dtype=torch.float32) for name, shape in wide.items()}
+        wide["log_decay"] = (B, T, HV, K) if fused.has_channel_decay(x, HV) else (B, T, HV)
+    if x.feedback is not None or (x.write is not None and options.delta):
+        wide["erase"] = (B, T, *m, HV) if x.write is None else (B, T, *m, HV, K)
+    if x.beta is not None or x.write is not None:
+        wide["write"] = (B, T, *m, HV) if x.write is None else (B, T, *m, HV, V)
+    narrow = {"q": (B, T, H, K), "k": (B, T, *m, H, K), "v": (B, T, *m, HV, V)}
+    return {
+        "o": x.qkv.new_empty(B, T, HV, V),
+        "values": x.qkv.new_empty(B, T, n, HV, V, dtype=torch.float32),
+        **{name: x.qkv.new_empty(shape) for name, shape in narrow.items()},
+        **{name: x.qkv.new_empty(shape, dtype=torch.float32) for name, shape in wide.items()},
+    }
 
 
 def _impl(*arguments: Any) -> list[Tensor]:
@@ -63,39 +70,36 @@ def _impl(*arguments: Any) -> list[Tensor]:
 
     inputs, states, n, options = _named(arguments)
     (B, T, _), (HV, K, V) = inputs.qkv.shape, states.shape[1:]
-    x = FusedDecodeInputs(**{
-        name: t if t is None else _by_token(t) if name in _ROW_STRIDED else t.contiguous()
-        for name, t in inputs._asdict().items()
-    })  # fmt: skip
+    by_token = {name: _by_token(x) for name in _ROW_STRIDED if (x := getattr(inputs, name)) is not None}
+    others = {name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and name not in by_token}
+    x = FusedDecodeInputs(**by_token, **others)
     result = _empty(inputs, states, n, options)
     overlap = architecture(device_spec(device_of(x.qkv).index)) == "sm90"
     traits = step_traits(x, (options.heads, HV, K, V), options, StepTiling(0, True, overlap), False)
-    tensors = dict.fromkeys(("out_decay", "out_erase", "out_write")) | result | x._asdict() | {"x": x.qkv}
+    outputs = {f"{name}_out": result.get(name) for name in ("log_decay", "erase", "write")}
+    tensors = result | x._asdict() | outputs | {"x": x.qkv}
+    operands = StepOperands(
+        result["q"], result["k"], result["v"], result.get("log_decay", x.log_decay), result.get("erase"),
+        result.get("write"), e=None, a=None, b=None,
+    )  # fmt: skip
+    kind = StepKind(
+        steps=n, delta=options.delta, reparam=options.reparam, erase_from=options.erase_from, read=options.read,
+        split_terms=False, erase_factor=options.erase_factor, write_factor=options.write_factor,
+        scale=options.scale, config="",
+    )  # fmt: skip
+    finishes = options.norm != "" or options.activation != ""
+    launch, dtype = resolve_decode(operands, kind), torch.float32 if finishes else None
     with torch.cuda.device_of(x.qkv):
         run = launcher(drafted_operands_kernel, tensors, {"traits": traits}, Options(_OPERAND_WARPS, overlap=overlap))
         run(B * T * HV, {"tokens": T})
-        kind = StepKind(
-            steps=n, delta=options.delta, reparam=options.reparam, erase_from=options.erase_from, read=options.read,
-            split_terms=False, erase_factor=options.erase_factor, write_factor=options.write_factor,
-            scale=options.scale, config="",
-        )  # fmt: skip
-        decay = x.log_decay if x.decay is None else result["out_decay"]
-        one_key = {name: result[name].squeeze(2) if n == 1 else result[name] for name in ("k", "v")}
-        strengths = {name: result.get(f"out_{name}") for name in ("erase", "write")}
-        strengths = {name: y.squeeze(2) if y is not None and n == 1 else y for name, y in strengths.items()}
-        operands = StepOperands(result["q"], **one_key, log_decay=decay, **strengths, e=None, a=None, b=None)
-        finishes = options.norm != "" or options.activation != ""
-        raw, result["values"] = verify(
-            operands, kind, states.contiguous(), None, resolve_decode(operands, kind),
-            torch.float32 if finishes else None,
-        )  # fmt: skip
-        if not finishes:
-            result["o"] = raw
-        else:
+        raw, result["values"] = verify(operands, kind, states.contiguous(), None, launch, dtype)
+        if finishes:
             tensors |= {"raw": raw, "slots": None}
-            traits = traits._replace(W=0, SKIP=False)
-            run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
+            finish = {"traits": traits._replace(W=0)}
+            run = launcher(finish_step_kernel, tensors, finish, Options(_FINISH_WARPS, overlap=overlap))
             run(B * T * HV, {"pool_rows": B * T})
+        else:
+            result["o"] = raw
     return list(result.values())
 
 

@@ -28,13 +28,6 @@ class KVCache(NamedTuple):
     position: Tensor
 
 
-class KVDraft(NamedTuple):
-    """Keys and values of drafted tokens, [B, T, H, E], of which the accepted ones are appended to a cache."""
-
-    k: Tensor
-    v: Tensor
-
-
 def empty_cache(batch: int, slots: int, heads: int, width: int, like: Tensor) -> KVCache:
     """Return an empty cache in the dtype and on the device of `like`."""
     k = like.new_zeros(batch, slots, heads, width)

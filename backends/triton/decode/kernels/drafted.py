@@ -43,14 +43,14 @@ def convolve_drafted(
 @triton.jit(do_not_specialize=["tokens"])
 def drafted_operands_kernel(
     x, weight, bias, history, beta, decay, A_log, dt_bias, feedback, correction, erase, write,
-    q, k, v, out_decay, out_erase, out_write, tokens, traits: tl.constexpr,
+    q, k, v, log_decay_out, erase_out, write_out, tokens, traits: tl.constexpr,
 ):  # fmt: skip
     """Compute the operands of a token's update for one value head, and q and k if it is the first of its key head.
 
     Grid: row, token, value head. Reads what fused_step_kernel reads, with an axis of `tokens` after B; the strides are
-    those from token to token. Writes q [B, T, H, K], k [B, T, STEPS, H, K], v [B, T, STEPS, HV, V]; out_decay
-    [B, T, HV] or [B, T, HV, K]; out_write [B, T, STEPS, HV], with feedback also out_erase; with strengths of channels
-    out_erase [B, T, STEPS, HV, K] and out_write [B, T, STEPS, HV, V].
+    those from token to token. Writes q [B, T, H, K], k [B, T, STEPS, H, K], v [B, T, STEPS, HV, V]; log_decay_out
+    [B, T, HV] or [B, T, HV, K]; write_out [B, T, STEPS, HV], with feedback also erase_out; with strengths of channels
+    erase_out [B, T, STEPS, HV, K] and write_out [B, T, STEPS, HV, V].
     """
     H: tl.constexpr = traits.H
     HV: tl.constexpr = traits.HV
@@ -86,18 +86,18 @@ def drafted_operands_kernel(
         tl.store(v + ((token * STEPS + m) * HV + hv) * V + vs, value.to(v.dtype.element_ty), mask=in_v)
         if traits.BETA:
             strength = strength_of(tl.load(beta + token * traits.BETA_STRIDE + m * HV + hv), traits.BETA_MAX)
-            tl.store(out_write + (token * STEPS + m) * HV + hv, strength)
+            tl.store(write_out + (token * STEPS + m) * HV + hv, strength)
             if traits.FEEDBACK:
                 strength *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
-                tl.store(out_erase + (token * STEPS + m) * HV + hv, strength)
+                tl.store(erase_out + (token * STEPS + m) * HV + hv, strength)
         if traits.BETA_CHANNELS:
             at = (m * HV + hv) * V + vs
             raw = tl.load(write + token * traits.WRITE_STRIDE + at, mask=in_v, other=0.0)
-            tl.store(out_write + token * STEPS * HV * V + at, strength_of(raw, traits.BETA_MAX), mask=in_v)
+            tl.store(write_out + token * STEPS * HV * V + at, strength_of(raw, traits.BETA_MAX), mask=in_v)
             if traits.DELTA:
                 at = (m * HV + hv) * K + ks
                 raw = tl.load(erase + token * traits.ERASE_STRIDE + at, mask=in_k, other=0.0)
-                tl.store(out_erase + token * STEPS * HV * K + at, strength_of(raw, traits.BETA_MAX), mask=in_k)
+                tl.store(erase_out + token * STEPS * HV * K + at, strength_of(raw, traits.BETA_MAX), mask=in_k)
 
     if traits.DECAY and not traits.FIXED:
         decay += token * traits.DECAY_STRIDE
@@ -118,9 +118,9 @@ def drafted_operands_kernel(
             else:
                 log_decay = traits.DECAY_BOUND * tl.sigmoid(rate * raw)
         if traits.DECAY_CHANNELS:
-            tl.store(out_decay + (token * HV + hv) * K + ks, log_decay, mask=in_k)
+            tl.store(log_decay_out + (token * HV + hv) * K + ks, log_decay, mask=in_k)
         else:
-            tl.store(out_decay + token * HV + hv, log_decay)
+            tl.store(log_decay_out + token * HV + hv, log_decay)
 
     in_k = in_k & (hv % (HV // H) == 0)
     query = convolve_drafted(x, weight, bias, history, t, h * K + ks, in_k, STRIDE, C, W, traits.BIAS, traits.SILU_Q)
