@@ -56,11 +56,11 @@ from deltazoo.mixers.core.side import side_outputs
 from deltazoo.mixers.core.state import write_back
 
 
-class FusedOutput(NamedTuple):
-    """Output of fused operations, [B, T, HV, V], and the new state, or the draft for `commit_`."""
+class FusedDrafts(NamedTuple):
+    """Output of fused operations, [B, T, HV, V], and the draft for `commit_`."""
 
     o: Tensor
-    state: Any
+    draft: NamedTensors
 
 
 class Update(nn.Module, HasBackend):
@@ -186,11 +186,16 @@ class DeltaMixer(Mixer):
         new: dict[str, Any] = {}
         if context.verify:
             check_draft(state, context)
-        if state is not None:
+            assert state is not None  # checked
             self._check_state(state, x_BTD, context)
-            fused = self._fused_step_(x_BTD, state, context, None)
+            fused = self._fused_drafts(x_BTD, state, None)
             if fused is not None:
-                return MixerOutput(self._project_out(fused.o, x_BTD, order), fused.state)
+                return MixerOutput(self._project_out(fused.o, x_BTD, order), fused.draft)
+        elif state is not None:
+            self._check_state(state, x_BTD, context)
+            fused_o = self._fused_step_(x_BTD, state, context, None)
+            if fused_o is not None:
+                return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
@@ -259,10 +264,13 @@ class DeltaMixer(Mixer):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_state(state, x_B1D, context)
-        fused = self._fused_step_(x_B1D, state, context, norm)
-        if fused is None:
-            return None
-        return MixerOutput(add_product(x_B1D, fused.o.flatten(2), self.out.weight), fused.state)
+        if context.verify:
+            fused = self._fused_drafts(x_B1D, state, norm)
+            if fused is None:
+                return None
+            return MixerOutput(add_product(x_B1D, fused.o.flatten(2), self.out.weight), fused.draft)
+        o = self._fused_step_(x_B1D, state, context, norm)
+        return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)
@@ -272,32 +280,42 @@ class DeltaMixer(Mixer):
 
     def _fused_step_(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context, norm: Norm | None
-    ) -> FusedOutput | None:
-        """Decode one token per row in place, or read drafted ones, by few kernels.
+    ) -> Tensor | None:
+        """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse.
 
         Args: norm: of x, not yet applied; None: there is none.
-        Returns: None if the call, parts or backend do not fuse.
         """
-        if context.mask is not None or context.cu_seqlens is not None or not (context.verify or x_BTD.shape[1] == 1):
+        if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
-        bound, device, dtype = self.update.bound, device_type(x_BTD), linear_output_dtype(x_BTD)
+        bound, device = self.update.bound, device_type(x_BTD)
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
-        if fusion is None or not bound.can_fuse_decode(fusion.step, device, dtype):
-            return None
-        if context.verify and (fusion.has_skip(x_BTD) or not bound.can_fuse_verify(fusion.step, device, dtype)):
+        if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
         inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        after: Any = state
-        if context.verify:
-            o, draft = bound.fused_verify_(fusion.step, inputs, state[self.update_key])
-            after = NamedTensors({name: draft if name == self.update_key else inputs.qkv for name in state})
-        else:
-            o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
+        o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
         if fusion.remaining and norm is not None:
             x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
         for part in fusion.remaining:
             o = part.transform(o, x_BTD)
-        return FusedOutput(o, after)
+        return o
+
+    def _fused_drafts(self, x_BTD: Tensor, state: Mapping[str, Tensor], norm: Norm | None) -> FusedDrafts | None:
+        """Read drafted tokens by few kernels. Return None if the parts or the backend do not fuse.
+
+        Args: norm: of x, not yet applied; None: there is none.
+        """
+        bound, device, dtype = self.update.bound, device_type(x_BTD), linear_output_dtype(x_BTD)
+        fusion = self.decode_fusion() if bound.may_fuse_decode(device) else None
+        if fusion is None or fusion.has_skip(x_BTD) or not bound.can_fuse_verify(fusion.step, device, dtype):
+            return None
+        inputs = fusion.inputs(x_BTD, state.get("project"), norm)
+        o, draft = bound.fused_verify_(fusion.step, inputs, state[self.update_key])
+        drafts = {name: draft if name == self.update_key else inputs.qkv for name in state}
+        if fusion.remaining and norm is not None:
+            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
+        for part in fusion.remaining:
+            o = part.transform(o, x_BTD)
+        return FusedDrafts(o, NamedTensors(drafts))
 
     def commit_(self, draft: Mapping[str, Any], state: Mapping[str, Tensor], accepted: Tensor) -> None:
         with torch.no_grad():
