@@ -19,7 +19,7 @@ from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_maps import apply_maps, reads_weight
-from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Cost, Mixer, MixerOutput, Place, check_draft
+from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Cost, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
@@ -193,8 +193,6 @@ class AttentionMixer(Mixer):
 
     def forward(self, x: Tensor, state: KVCache | None = None, context: Context | None = None) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
-        if context.verify:
-            check_draft(state, context)
         if state is not None:
             self._check_cache(state, x_BTD, context)
         qkv_BTC = self.to_qkv(x_BTD)

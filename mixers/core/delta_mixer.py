@@ -26,7 +26,7 @@ from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
-from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput, check_draft
+from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
     HasBackend,
@@ -184,9 +184,7 @@ class DeltaMixer(Mixer):
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         old: Mapping[str, Tensor] = {} if state is None else state
         new: dict[str, Any] = {}
-        if context.verify:
-            check_draft(state, context)
-            assert state is not None  # checked
+        if context.verify and state is not None:
             self._check_state(state, x_BTD, context)
             fused = self._fused_drafts(x_BTD, state, None)
             if fused is not None:

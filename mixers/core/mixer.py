@@ -188,8 +188,7 @@ class Mixer(nn.Module, ABC):
     def commit_(self, draft: Any, state: State, accepted: Tensor) -> None:
         """Advance the state in place by the first `accepted` drafted tokens of each row, without gradients.
 
-        The result is the state after a call with these tokens alone. Rejected tokens have no effect, even if they are
-        NaN.
+        The result is the state after a call with these tokens alone.
 
         Args:
             draft: what a call with `Context.verify` returned as the state.
@@ -209,7 +208,6 @@ class Mixer(nn.Module, ABC):
 
     def _verify(self, x: Tensor, state: State | None, context: Context) -> MixerOutput:
         """Read drafted tokens with a copy of the state."""
-        check_draft(state, context)
         plain = context._replace(verify=False)
         y, _, side = self(x, self.draft_state(state), plain)
         return MixerOutput(y, Reread(x, plain), side)
@@ -226,12 +224,14 @@ class Mixer(nn.Module, ABC):
             record_einops_calls()
         if isinstance(context, Context) and context.parallel is not None and (reason := self.split_refusal()):
             return self._on_all_tokens(x, state, context, context.parallel, reason)
-        if isinstance(context, Context) and context.verify and self.commit_form == "reread":
-            return self._verify(x, state, context)
+        if isinstance(context, Context) and context.verify:
+            _check_draft(state, context)
+            if self.commit_form == "reread":
+                return self._verify(x, state, context)
         return MixerOutput(*super().__call__(x, state, context))
 
 
-def check_draft(state: State | None, context: Context) -> None:
+def _check_draft(state: State | None, context: Context) -> None:
     """Check the arguments of a call with drafted tokens. Raises: OperandError."""
     given = [name for name in ("cu_seqlens", "mask", "parallel") if getattr(context, name) is not None]
     if state is None or given or torch.is_grad_enabled():
