@@ -3,6 +3,7 @@
 B batch, C tokens of the history, T tokens of a pass: the last sampled one and n drafted ones, L vocabulary, S slots
 """
 
+import logging
 import weakref
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -12,17 +13,18 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import StateError
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture
-from deltazoo.blocks.generation.decoder import Decoder
+from deltazoo.blocks.generation.decoder import Decoder, compiled_step
 from deltazoo.blocks.generation.philox import uniforms
 from deltazoo.blocks.generation.sampler import Rows
 from deltazoo.blocks.generation.sampling import Sampling, penalize, sample
-from deltazoo.blocks.model.interface import StackState
+from deltazoo.blocks.model.interface import StackState, TokenModel
 from deltazoo.mixers.core.state import rollback_, snapshot
 
 LONGEST_MATCH = 3  # tokens at the end of the text that are looked for
 SLOTS = 64  # passes whose tokens may be on their way to the host
 _MOST_GRAPHS = 8  # for different `Sampling`
 _NO_TOKEN = -1  # before the first token of the history
+_log = logging.getLogger("deltazoo")
 
 
 def lookup(history_BC: Tensor, length_B: Tensor, count: int) -> Tensor:
@@ -91,6 +93,7 @@ class Speculator:
         B, L, device = decoder.batch, decoder.logits.shape[1], decoder.tokens.device
         T = drafted + 1
         self.drafted = drafted
+        self.bytes = 0  # of device memory that the graphs take
         self.tokens = torch.zeros(B, T, dtype=torch.int64, device=device)  # of the pass
         self.logits = torch.zeros(B, T, L, device=device)
         self.count = torch.zeros(B, dtype=torch.int32, device=device)  # tokens of the pass that stand
@@ -108,10 +111,12 @@ class Speculator:
             self._host = torch.zeros_like(self._packed, device="cpu", pin_memory=True)
         self._decoder = weakref.ref(decoder)
         self._draft: StackState | None = None
-        self._verify: Call = self._run_verify
-        self._commit: Call = self._run_commit
+        self._read, self._keep = _read, _keep
+        if decoder.compile and decoder.layers is None:
+            self._read, self._keep = compiled_step(_read, device), compiled_step(_keep, device)
+        self._graphs: tuple[Call, Call] | None = None  # of the first and the last part
         self._choices: dict[Sampling, Call] = {}
-        self._is_captured = False
+        self._captures = True  # false for a model whose passes cannot be captured
 
     @property
     def decoder(self) -> Decoder:
@@ -148,9 +153,9 @@ class Speculator:
             assert seen_BL is not None  # the first token was drawn with the same penalty
             self._seen.copy_(seen_BL)
         self._sampling, self._rows, self._passes = sampling, R, 0
-        if decoder.captured and not self._is_captured:
+        if decoder.captured and self._captures and self._graphs is None:
             self._capture()
-        self._choose = self._choice(sampling)
+        self._choose = None if self._graphs is None else self._captured_choice(sampling)
 
     @property
     def until_wrap(self) -> int:
@@ -162,9 +167,14 @@ class Speculator:
         """Run a pass, without synchronisation."""
         if not self._passes % SLOTS:
             self._slot.zero_()
-        self._verify()
-        self._choose()
-        self._commit()
+        if self._graphs is None or self._choose is None:
+            self._run_verify()
+            self._run_choose(self._sampling)
+            self._run_commit()
+        else:
+            self._graphs[0]()
+            self._choose()
+            self._graphs[1]()
         self._passes += 1
         self.decoder.steps += 1
 
@@ -183,7 +193,7 @@ class Speculator:
         slots = LONGEST_MATCH + capacity + self.drafted + 1
         if self._history.shape[1] < slots:
             self._history = self.tokens.new_full((len(self.tokens), slots), _NO_TOKEN)
-            self._uniform, self._is_captured = None, False
+            self._uniform, self._graphs = None, None
             self._choices.clear()
         if sampling.temperature > 0 and self._uniform is None:
             wide = torch.float32 if self.tokens.device.type == "mps" else torch.float64
@@ -196,8 +206,7 @@ class Speculator:
         self.tokens[:, :1] = self._history.gather(1, self._length[:, None] - 1)
         self.tokens[:, 1:] = lookup(self._history, self._length, self.drafted)
         with nullcontext() if decoder.layers is None else decoder.layers.active():
-            logits_BTL, self._draft = decoder.model.verify(self.tokens, decoder.state)
-        self.logits.copy_(logits_BTL)
+            self._draft = self._read(decoder.model, self.tokens, decoder.state, self.logits)
 
     def _run_choose(self, sampling: Sampling) -> None:
         logits_BTL, (B, T) = self.logits, self.tokens.shape
@@ -226,7 +235,7 @@ class Speculator:
 
     def _run_commit(self) -> None:
         assert self._draft is not None  # of the pass
-        self.decoder.model.commit_(self._draft, self.decoder.state, self.count)
+        self._keep(self.decoder.model, self._draft, self.decoder.state, self.count)
         T = self.tokens.shape[1]
         # Tokens that do not stand are written too, after the end of the history.
         self._history.scatter_(1, self._length[:, None] + torch.arange(T, device=self._length.device), self._chosen)
@@ -237,30 +246,44 @@ class Speculator:
         self._slot.add_(1)
 
     def _capture(self) -> None:
-        """Capture the two parts that every sampling shares; the state does not change."""
-        decoder, device = self.decoder, self.tokens.device
-        state_before = snapshot(decoder.state)
-        kept = [tensor.clone() for tensor in (self._history, self._length, self._drawn, self._left)]
-        pool = torch.cuda.graph_pool_handle()
-        self._verify = capture(self._run_verify, device, pool, warm_ups=3)
-        self._commit = capture(self._run_commit, device, pool)
-        self._choices.clear()
-        rollback_(decoder.state, state_before)
-        for tensor, value in zip((self._history, self._length, self._drawn, self._left), kept, strict=True):
-            tensor.copy_(value)
-        self._slot.zero_()
-        self._is_captured = True
+        """Capture the two parts that every sampling shares. The state does not change.
 
-    def _choice(self, sampling: Sampling) -> Call:
-        """Return a call that chooses tokens. Its key is the part of `sampling` that it reads."""
+        A model that synchronises, or does something else that no graph can contain, stays eager.
+        """
+        decoder, device = self.decoder, self.tokens.device
+        changed = [decoder.state, self._history, self._length, self._drawn, self._left, self._slot]
+        saved, before = snapshot(changed), torch.cuda.memory_reserved(device)
+        pool = torch.cuda.graph_pool_handle()
+        self._choices.clear()
+        try:
+            verify = capture(self._run_verify, device, pool, warm_ups=3)
+            self._graphs = verify, capture(self._run_commit, device, pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.warning("passes with drafts cannot be captured for this model and stay eager: %s", error)
+            self._captures = False
+        rollback_(changed, saved)
+        self.bytes = max(torch.cuda.memory_reserved(device) - before, 0)
+
+    def _captured_choice(self, sampling: Sampling) -> Call:
+        """Return a call that replays a graph of the second part. Its key is the part of `sampling` that it reads."""
         key = sampling.model_copy(update={"max_tokens": 1, "stop": (), "seed": None})
         if key not in self._choices:
             while len(self._choices) >= _MOST_GRAPHS:
                 del self._choices[next(iter(self._choices))]
-            if not self._is_captured:
-                return lambda: self._run_choose(key)
             seen = None if self._seen is None else self._seen.clone()
             self._choices[key] = capture(lambda: self._run_choose(key), self.tokens.device)
             if seen is not None and self._seen is not None:
                 self._seen.copy_(seen)
         return self._choices[key]
+
+
+def _read(model: TokenModel, tokens_BT: Tensor, state: StackState, logits_BTL: Tensor) -> StackState:
+    verified_BTL, draft = model.verify(tokens_BT, state)
+    logits_BTL.copy_(verified_BTL)
+    return draft
+
+
+def _keep(model: TokenModel, draft: StackState, state: StackState, count_B: Tensor) -> None:
+    model.commit_(draft, state, count_B)

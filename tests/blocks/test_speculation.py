@@ -1,5 +1,6 @@
 """Speculative decoding gives the tokens of plain decoding, and samples from the same distribution."""
 
+import copy
 import itertools
 
 import pytest
@@ -137,3 +138,31 @@ def test_samples_have_the_distribution_of_the_model() -> None:
 
     quantile = 54.1  # 0.999, with 26 degrees of freedom
     assert rows * probability.min() > 5 and chi_square(counts) < quantile < chi_square(counts.flip(0))
+
+
+@pytest.mark.slow  # compiles two graphs
+def test_a_compiled_decoder_speculates(build, spec: StackSpec) -> None:
+    model, prompt = build(spec, "compile").float(), torch.tensor([REPEATED])
+    decoder = Decoder(model, 1, 48, compile=True)
+    for count in (20, 11):
+        sampling = Sampling(max_tokens=count, temperature=0)
+        expected = generate_tokens(model, prompt, sampling)
+        assert torch.equal(generate_tokens(decoder, prompt, sampling, speculate=3), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_passes_equal_eager_ones(model: LanguageModel) -> None:
+    """Also after a longer prompt, for which the history is allocated and the passes are captured again."""
+    model = model.float()
+    on_gpu = copy.deepcopy(model).cuda().rebind(None)
+    for length, seed in ((1, 0), (1, 1), (20, 2)):
+        prompts = [torch.tensor(REPEATED * length), torch.tensor([11, 12, 11, 12, 1])]
+        for sampling in (
+            Sampling(max_tokens=90, temperature=0),
+            Sampling(max_tokens=90, temperature=0.5, top_p=0.9, repetition_penalty=1.2, seed=seed),
+        ):
+            expected = generate_tokens(on_gpu, [prompt.cuda() for prompt in prompts], sampling)
+            for _ in range(2):
+                got = generate_tokens(on_gpu, [prompt.cuda() for prompt in prompts], sampling, speculate=3)
+                assert torch.equal(got, expected)
