@@ -133,7 +133,7 @@ class Speculator:
         Args: first_B: [B], as many as the decoder has rows.
         """
         decoder, (R, P) = self.decoder, rows.tokens.shape
-        self._fit(decoder.capacity, sampling)
+        self._fit(max(decoder.capacity or 0, P + sampling.max_tokens), sampling)
         count_R = torch.full((R,), P, device=rows.tokens.device) if rows.mask is None else rows.mask.sum(1)
         source_RP = (torch.arange(P, device=count_R.device) + P - count_R[:, None]) % P  # left-aligned
         self._history.fill_(_NO_TOKEN)

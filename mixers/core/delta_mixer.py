@@ -4,7 +4,7 @@ B batch, T time, D width, HV value heads, K key width, V value width, N sequence
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from einops import rearrange
@@ -35,7 +35,6 @@ from deltazoo.mixers.core.part import (
     OutputArguments,
     OutputPart,
     Parts,
-    ResizesHeads,
     Stateful,
     StatelessOutputPart,
     call_stateful,
@@ -50,17 +49,11 @@ from deltazoo.mixers.core.sequences import (
     check_shapes,
     check_state,
     left_align,
+    mask_padding,
     undo_left_align,
 )
 from deltazoo.mixers.core.side import side_outputs
 from deltazoo.mixers.core.state import write_back
-
-
-class FusedDrafts(NamedTuple):
-    """Output of fused operations, [B, T, HV, V], and the draft for `commit_`."""
-
-    o: Tensor
-    draft: NamedTensors
 
 
 class Update(nn.Module, HasBackend):
@@ -154,7 +147,7 @@ class DeltaMixer(Mixer):
         self.width = shape.width
         self.project = parts.projection
         self.operands = nn.ModuleDict(parts.operands)
-        self.update = Update(spec, _update_shape(shape, parts), backend)
+        self.update = Update(spec, parts.update_shape(shape), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.direct, self.shared = parts.skip, parts.shared
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
@@ -188,7 +181,7 @@ class DeltaMixer(Mixer):
             self._check_state(state, x_BTD, context)
             fused = self._fused_drafts(x_BTD, state, None)
             if fused is not None:
-                return MixerOutput(self._project_out(fused.o, x_BTD, order), fused.draft)
+                return MixerOutput(self._project_out(fused[0], x_BTD, order), fused[1])
         elif state is not None:
             self._check_state(state, x_BTD, context)
             fused_o = self._fused_step_(x_BTD, state, context, None)
@@ -266,7 +259,7 @@ class DeltaMixer(Mixer):
             fused = self._fused_drafts(x_B1D, state, norm)
             if fused is None:
                 return None
-            return MixerOutput(add_product(x_B1D, fused.o.flatten(2), self.out.weight), fused.draft)
+            return MixerOutput(add_product(x_B1D, fused[0].flatten(2), self.out.weight), fused[1])
         o = self._fused_step_(x_B1D, state, context, norm)
         return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
 
@@ -297,23 +290,16 @@ class DeltaMixer(Mixer):
             o = part.transform(o, x_BTD)
         return o
 
-    def _fused_drafts(self, x_BTD: Tensor, state: Mapping[str, Tensor], norm: Norm | None) -> FusedDrafts | None:
-        """Read drafted tokens by few kernels. Return None if the parts or the backend do not fuse.
-
-        Args: norm: of x, not yet applied; None: there is none.
-        """
-        bound, device, dtype = self.update.bound, device_type(x_BTD), linear_output_dtype(x_BTD)
-        fusion = self.decode_fusion() if bound.may_fuse_decode(device) else None
-        if fusion is None or fusion.has_skip(x_BTD) or not bound.can_fuse_verify(fusion.step, device, dtype):
+    def _fused_drafts(
+        self, x_BTD: Tensor, state: Mapping[str, Tensor], norm: Norm | None
+    ) -> tuple[Tensor, NamedTensors] | None:
+        """Read drafted tokens by few kernels. Return o and the draft, or None if parts or backend do not fuse."""
+        bound, update = self.update.bound, state[self.update_key]
+        fusion = self.decode_fusion() if bound.may_fuse_decode(device_type(x_BTD)) else None
+        read = None if fusion is None else fusion.read_drafts(bound, x_BTD, state.get("project"), update, norm)
+        if read is None:
             return None
-        inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        o, draft = bound.fused_verify_(fusion.step, inputs, state[self.update_key])
-        drafts = {name: draft if name == self.update_key else inputs.qkv for name in state}
-        if fusion.remaining and norm is not None:
-            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
-        for part in fusion.remaining:
-            o = part.transform(o, x_BTD)
-        return FusedDrafts(o, NamedTensors(drafts))
+        return read.o, NamedTensors({name: read.draft if name == self.update_key else read.qkv for name in state})
 
     def commit_(self, draft: Mapping[str, Any], state: Mapping[str, Tensor], accepted: Tensor) -> None:
         with torch.no_grad():
@@ -381,29 +367,3 @@ def can_group(mixers: Sequence[nn.Module]) -> TypeGuard[Sequence[DeltaMixer]]:
 
 def _without_none(tensors: Mapping[str, Any]) -> NamedTensors:
     return NamedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-def mask_padding(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
-    """Make the update the identity at padded tokens: no decay, no erase, no write."""
-
-    def masked(tensor: Tensor) -> Tensor:
-        return torch.where(mask_BT.view(*mask_BT.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
-
-    changed = {"k": masked(inputs.k)}
-    if inputs.log_decay is not None:
-        constant = inputs.log_decay.dim() < 3
-        per_token = inputs.log_decay.expand(*mask_BT.shape, *inputs.log_decay.shape) if constant else inputs.log_decay
-        changed["log_decay"] = masked(per_token)
-    for name in ("b", "step"):
-        operand = getattr(inputs, name)
-        if operand is not None:
-            changed[name] = masked(operand)
-    return UpdateInputs(**{**inputs._asdict(), **changed})
-
-
-def _update_shape(shape: HeadShape, parts: Parts) -> HeadShape:
-    """Sizes of the update, after the operand parts that change them."""
-    for part in parts.operands.values():
-        if isinstance(part, ResizesHeads):
-            shape = part.resize_heads(shape)
-    return shape

@@ -222,6 +222,13 @@ class Parts:
     output_bias: bool = False
     shared: tuple[str, ...] = ()
 
+    def update_shape(self, shape: HeadShape) -> HeadShape:
+        """Return the sizes of the update, after the operand parts that change them."""
+        for part in self.operands.values():
+            if isinstance(part, ResizesHeads):
+                shape = part.resize_heads(shape)
+        return shape
+
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]
         if len(set(names)) < len(names):
