@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
-from deltazoo.backends.triton.gemv.op import MAX_MAPS, MAX_ROWS, MAX_WIDTH, gemv
+from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, MAX_WIDTH, gemv
 from deltazoo.backends.triton.limits import kernel_refusals
 
 Activation = Literal["silu", "gelu", "relu2"]
@@ -32,8 +32,9 @@ def refusals(x: Tensor) -> list[str]:
     """Return why the kernels do not compute products of x [..., D], one sentence each; [] if they do."""
     if torch.is_grad_enabled() or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         return ["it needs a call without gradients and autocast."]
-    if not is_known(x.shape[:-1].numel() <= MAX_ROWS):
-        return [f"with more than {MAX_ROWS} rows separate products are faster."]
+    most = MAX_ROWS if x.dtype == torch.float32 else MAX_DOT_ROWS
+    if not is_known(x.shape[:-1].numel() <= most):
+        return [f"with more than {most} rows separate products are faster."]
     if not is_known(x.shape[-1] <= MAX_WIDTH):
         return [f"rows must have at most {MAX_WIDTH} numbers, got {x.shape[-1]}."]
     return kernel_refusals(x)

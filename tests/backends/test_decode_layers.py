@@ -54,7 +54,7 @@ def test_packed_products_equal_separate_ones(name, monkeypatch):
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
     # norm and maps, residual; norm and hidden channels, residual; head; KDA and GLA have second maps
     assert kernels.count("gemv_kernel") == T * (5 + {"maps of low rank": 2, "decays of a sigmoid": 0}.get(name, 0))
-    assert not INTERPRETED or "decode_attention_kernel" in kernels or "fused_step_kernel" in kernels
+    assert not INTERPRETED or "token_attention_kernel" in kernels or "fused_step_kernel" in kernels
 
 
 class Doubled(nn.Linear):

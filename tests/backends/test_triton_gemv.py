@@ -44,6 +44,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
         (3, 37, (5, 2)),
         (8, 300, (6,)),
         (2, 16, (1, 1, 1, 1, 7)),
+        (33, 264, (40, 1)),
     ],
 )
 def test_the_products_of_several_maps_and_of_a_norm(M, D, outputs, dtype):
@@ -66,6 +67,13 @@ def test_the_hidden_channels_of_an_mlp(activation, gated, dtype):
 
 
 @needs_triton
+def test_the_hidden_channels_of_more_rows():
+    x, weight, norm = draw(5, 1, 24, dtype=torch.float16), draw(14, 24, dtype=torch.float16, seed=1), draw(24, seed=2)
+    gate, up = (normed(x, Norm(norm, 1e-3)) @ weight.double().T).chunk(2, -1)
+    assert_near(hidden(x, weight, Norm(norm, 1e-3), "silu", gated=True), F.silu(gate) * up)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_residual_is_added_before_the_result_is_rounded(dtype):
     x, weight, residual = draw(3, 1, 20, dtype=dtype), draw(11, 20, dtype=dtype), draw(3, 1, 11, dtype=dtype, seed=3)
@@ -76,10 +84,11 @@ def test_a_residual_is_added_before_the_result_is_rounded(dtype):
 
 
 @needs_triton
-def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan():
-    x, weight, norm = draw(8, 1, 300), draw(10, 300, seed=1), Norm(draw(300, seed=2), 1e-5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan(dtype):
+    x, weight, norm = draw(8, 1, 300, dtype=dtype), draw(10, 300, dtype=dtype, seed=1), Norm(draw(300, seed=2), 1e-5)
     together = products(x, [weight], norm)[0]
-    for rows in (slice(0, 1), slice(2, 5), slice(3, 7)):
+    for rows in (slice(0, 3), slice(2, 5), slice(3, 7)):
         assert torch.equal(products(x[rows], [weight], norm)[0], together[rows])
     x[5, 0, 7] = torch.nan
     y = products(x, [weight], norm)[0]
@@ -104,8 +113,10 @@ def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
 @pytest.mark.kernels
 @pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("M", [1, 2])
+@pytest.mark.parametrize("M", [1, 2, 32])
 def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dtype, monkeypatch):
+    if M > op.MAX_ROWS and dtype == torch.float32:
+        pytest.skip("more rows are products of torch in float32")
     compiler = Compiler(all=True)
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     monkeypatch.setattr(op, "architecture", lambda _: "sm90")
@@ -116,8 +127,12 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
     for _, kernel in compiler.compiled:
         ptx = kernel.asm["ptx"]
         assert "griddepcontrol.wait" in ptx and "prefetch.global.L2" in ptx
-        loads = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line]
-        assert loads and all(".v4.b32" in line for line in loads)
+        if M > op.MAX_ROWS:
+            copies = [line for line in ptx.splitlines() if "cp.async.cg.shared.global" in line]
+            assert copies and all("0x10" in line for line in copies)
+        else:
+            loads = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line]
+            assert loads and all(".v4.b32" in line for line in loads)
         assert "LDL" not in disassemble(kernel.asm["cubin"])
 
 
@@ -136,6 +151,9 @@ def test_other_calls_take_plain_torch(monkeypatch):
     with torch.no_grad():
         assert not refusals(x)
         assert refusals(torch.zeros(3, 1, 16)) == ["with more than 2 rows separate products are faster."]
+        assert not refusals(torch.zeros(64, 1, 16, dtype=torch.bfloat16))
+        many = torch.zeros(65, 1, 16, dtype=torch.bfloat16)
+        assert refusals(many) == ["with more than 64 rows separate products are faster."]
         wide = torch.zeros(1, 1, op.MAX_WIDTH + 1)
         assert refusals(wide) == ["rows must have at most 16384 numbers, got 16385."]
         with torch.autocast("cpu", torch.bfloat16):

@@ -16,9 +16,10 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_o
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-# Rows with which the products are faster than torch's and separate operations, on an H100. With more rows the kernel is
-# bound by arithmetic: 2400 to 2 x 5888 channels takes 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows, torch's product 23.
+# Rows of `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to 2 x 5888 channels take 24, 29, 47
+# and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` takes more rows, in 16 bits.
 MAX_ROWS = 2
+MAX_DOT_ROWS = 64
 MAX_MAPS = 4
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
@@ -36,6 +37,16 @@ class GemvLaunch(NamedTuple):
     ahead: int = 3
 
 
+class DotLaunch(NamedTuple):
+    """outputs of a program, inputs that it reads at a time, warps, blocks in flight, inputs requested ahead."""
+
+    rows: int = 32
+    block: int = 128
+    warps: int = 4
+    stages: int = 4
+    ahead: int = 512
+
+
 class Around(NamedTuple):
     """What surrounds a product: the norm's weight and epsilon, the residual, phi, and whether there is a gate."""
 
@@ -46,45 +57,57 @@ class Around(NamedTuple):
     gated: bool = False
 
 
-def launch_of(M: int) -> GemvLaunch:
-    """Return the launch for M rows."""
-    return GemvLaunch(rows=2 if M == 1 else 4)
+def launch_of(x: Tensor) -> GemvLaunch | DotLaunch:
+    """Return the launch for the rows x [M, D]."""
+    M = x.shape[0]
+    return DotLaunch() if M > MAX_ROWS and x.dtype != torch.float32 else GemvLaunch(rows=2 if M == 1 else 4)
 
 
 def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
     y = _fake(x, norm_weight, eps, weights, *around)
     with torch.cuda.device_of(x):
-        launch_gemv(x, weights, Around(norm_weight, eps, *around), y, launch_of(x.shape[0]))
+        launch_gemv(x, weights, Around(norm_weight, eps, *around), y, launch_of(x))
     return y
 
 
-def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch) -> None:
+def launch_gemv(
+    x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch | DotLaunch
+) -> None:
     """Write the products to y."""
+    from deltazoo.backends.triton.gemv.few_rows import FewRowsTraits, few_rows_kernel
     from deltazoo.backends.triton.gemv.kernels import GemvTraits, gemv_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (M, D), size = x.shape, x.dtype.itemsize
     if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
         x = x.clone(memory_format=torch.contiguous_format)
-    unit = _VECTOR // size
-    block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
-    block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
-    steps, lines = cdiv(D, block), power_of_two(cdiv(D * size, LINE_BYTES))
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
     overlap = architecture(device_spec(device_of(x).index)) == "sm90"
     norm_weight, residual = around.norm_weight, around.residual
-    traits = GemvTraits(
-        M=M, D=D, N=(*outputs, *[0] * (MAX_MAPS - len(outputs))), ROWS=launch.rows, BLOCK=block, UNIT=unit, STEPS=steps,
-        AHEAD=min(launch.ahead, steps), LINES=lines, X_STRIDE=x.stride(0), NORM=norm_weight is not None,
-        EPS=around.eps, ACTIVATION=around.activation, GATED=around.gated, RESIDUAL=residual is not None,
-        OVERLAP=overlap,
-    )  # fmt: skip
+    shared = {
+        "M": M, "D": D, "N": (*outputs, *[0] * (MAX_MAPS - len(outputs))), "ROWS": launch.rows,
+        "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
+        "GATED": around.gated, "RESIDUAL": residual is not None, "OVERLAP": overlap,
+    }  # fmt: skip
     tensors = {
         "x": x, "norm_weight": None if norm_weight is None else ready(norm_weight),
         "residual": None if residual is None else residual.contiguous(), "y": y,
         **{f"w{i}": ready(weights[i]) if i < len(weights) else None for i in range(MAX_MAPS)},
     }  # fmt: skip
-    run = launcher(gemv_kernel, tensors, {"traits": traits}, Options(launch.warps, overlap=overlap))
+    if isinstance(launch, DotLaunch):
+        ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
+        traits = FewRowsTraits(
+            COLUMNS=max(16, power_of_two(M)), BLOCK=launch.block, STAGES=launch.stages, LINES=ahead, **shared
+        )
+        kernel, options = few_rows_kernel, Options(launch.warps, launch.stages, overlap=overlap)
+    else:
+        unit = _VECTOR // size
+        block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
+        block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
+        steps, lines = cdiv(D, block), power_of_two(cdiv(D * size, LINE_BYTES))
+        traits = GemvTraits(BLOCK=block, UNIT=unit, STEPS=steps, AHEAD=min(launch.ahead, steps), LINES=lines, **shared)
+        kernel, options = gemv_kernel, Options(launch.warps, overlap=overlap)
+    run = launcher(kernel, tensors, {"traits": traits}, options)
     run(sum(cdiv(n, launch.rows) for n in outputs), {})
 
 
