@@ -50,7 +50,9 @@ def refusals(width: int, dtype_of_cache: object, x: Tensor) -> list[str]:
 def attend_token_(x: TokenOperands, k: Tensor, v: Tensor, position: Tensor, turn: Turn | None, scale: float) -> Tensor:
     """Attend, and change the cache in place.
 
-    Args: k, v: [B, S, G, E]; position: [B] int64, the tokens before; a token takes the slot p mod S. scale: of the scores.
+    Args:
+        k, v: [B, S, G, E]. position: [B] int64, the tokens before; a token takes the slot p mod S.
+        scale: factor on the scores.
     Returns: o [B, H E].
     """
     turn = turn or Turn(0, 2.0)

@@ -1,4 +1,4 @@
-"""Products of up to 64 rows x [M, D] with weights [N, D] by tensor cores: see kernels.py for the operations around them.
+"""Products of up to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that kernels.py lists.
 
 A program computes ROWS outputs of all rows of x, and passes over D once; sums are in float32. The norm's weights are
 applied to x before it is rounded to its dtype again, and the norm's factor to the sums.

@@ -5,6 +5,7 @@ bf16, the maps of a layer of gated-deltanet-1.3b. Prints microseconds and TB/s o
 several copies of the weights, so that they come from memory. compile: only compile. Needs a CUDA device.
 """
 
+import itertools
 import statistics
 import sys
 
@@ -49,7 +50,7 @@ def graph_us(calls):
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / len(calls)
+    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / len(calls)
 
 
 def measure(name, M, compile_only):

@@ -6,6 +6,7 @@ next kernel, of which overlapping kernels share the time. Needs a CUDA device.
 
 import collections
 import gc
+import itertools
 import sys
 
 import torch
@@ -37,7 +38,7 @@ def report(name, batch, length, compile):
     took = min(seconds(lambda: [decoder.step() for _ in range(20)]) for _ in range(3)) / 20
     kernels = kernels_of(decoder.step)
     count, time = collections.Counter(), collections.Counter()
-    for (start, duration, kernel), (following, *_) in zip(kernels, kernels[1:], strict=False):
+    for (start, duration, kernel), (following, *_) in itertools.pairwise(kernels):
         count[kernel] += 1
         time[kernel] += min(following - start, duration + 20_000)
     print(f"{name}, B = {batch}, prompt {length}: {1e6 * took:.0f} us, {len(kernels) / STEPS:.0f} launches")
