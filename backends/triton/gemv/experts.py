@@ -23,7 +23,8 @@ class ExpertTraits(NamedTuple):
     Args:
         D, E, ACTIVE, F, S: sizes. ROUTES: logits of a row: E, and one more with a gate of the shared expert.
         BE: E rounded up to a power of two; RANKED: experts of a program of `select_kernel`.
-        ROWS, OUTPUTS: hidden channels and outputs of a program. BLOCK: inputs that it reads at a time. BF, BS: F and S rounded up to powers of two.
+        ROWS, OUTPUTS: hidden channels and outputs of a program. BLOCK: inputs that it reads at a time.
+        BF, BS: F and S rounded up to powers of two.
     """
 
     D: int
@@ -102,6 +103,7 @@ def expert_hidden_kernel(x, norm_weight, expert, w, shared, h, traits: tl.conste
     F: tl.constexpr = traits.F
     S: tl.constexpr = traits.S
     ROWS: tl.constexpr = traits.ROWS
+    BLOCK: tl.constexpr = traits.BLOCK
     TILES: tl.constexpr = (F + ROWS - 1) // ROWS
     ROUTED: tl.constexpr = traits.ACTIVE * TILES
     PROGRAMS: tl.constexpr = ROUTED + (S + ROWS - 1) // ROWS
@@ -113,27 +115,20 @@ def expert_hidden_kernel(x, norm_weight, expert, w, shared, h, traits: tl.conste
     tile = tl.program_id(0) % PROGRAMS
     if traits.OVERLAP:
         wait_for_previous()
-    size = F
-    column = tile // TILES * F
-    row = tile % TILES * ROWS + tl.arange(0, ROWS)
-    if tile < ROUTED:
-        e = tl.load(expert + b * traits.ACTIVE + tile // TILES)
-        base = w + e.to(tl.int64) * (TIMES * F * D)
-    else:
-        base = w
+    choice = tl.minimum(tile // TILES, traits.ACTIVE - 1)
+    base = w + tl.load(expert + b * traits.ACTIVE + choice).to(tl.int64) * (TIMES * F * D)
     if S > 0:
-        if tile >= ROUTED:
-            base = shared
-            size = S
-            column = traits.ACTIVE * F
-            row = (tile - ROUTED) * ROWS + tl.arange(0, ROWS)
+        base = tl.where(tile < ROUTED, base, shared)
     base = tl.multiple_of(base, 16)
+    size = tl.where(tile < ROUTED, F, S)
+    column = tl.where(tile < ROUTED, tile // TILES, traits.ACTIVE) * F
+    row = tl.where(tile < ROUTED, tile % TILES, tile - ROUTED) * ROWS + tl.arange(0, ROWS)
     in_size = row < size
-    sums = tl.zeros([ROWS, traits.BLOCK], tl.float32)
-    ups = tl.zeros([ROWS, traits.BLOCK], tl.float32)
-    squares = tl.zeros([traits.BLOCK], tl.float32)
-    for start in tl.static_range(0, D, traits.BLOCK):
-        d = start + tl.arange(0, traits.BLOCK)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    ups = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
         in_d = d < D
         mask = in_size[:, None] & in_d[None, :]
         weight = tl.load(base + row[:, None] * D + d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
@@ -176,22 +171,24 @@ def expert_output_kernel(x, logits, expert, score, h, w, shared, y, traits: tl.c
     F: tl.constexpr = traits.F
     S: tl.constexpr = traits.S
     ACTIVE: tl.constexpr = traits.ACTIVE
-    TILES: tl.constexpr = (D + traits.OUTPUTS - 1) // traits.OUTPUTS
+    OUTPUTS: tl.constexpr = traits.OUTPUTS
+    BF: tl.constexpr = traits.BF
+    TILES: tl.constexpr = (D + OUTPUTS - 1) // OUTPUTS
     if traits.OVERLAP:
         start_next()
     b = tl.program_id(0) // TILES
-    row = tl.program_id(0) % TILES * traits.OUTPUTS + tl.arange(0, traits.OUTPUTS)
+    row = tl.program_id(0) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
     in_rows = row < D
     if traits.OVERLAP:
         wait_for_previous()
     h += b * (ACTIVE * F + S)
     total = 0.0
-    sums = tl.zeros([traits.OUTPUTS, traits.BF], tl.float32)
+    sums = tl.zeros([OUTPUTS, BF], tl.float32)
     for j in tl.static_range(ACTIVE):
         e = tl.load(expert + b * ACTIVE + j)
         s = tl.load(score + b * ACTIVE + j)
         total += s
-        sums += s * row_products(h + j * F, w + e.to(tl.int64) * (D * F), row, in_rows, F, traits.BF)
+        sums += s * row_products(h + j * F, w + e.to(tl.int64) * (D * F), row, in_rows, F, BF)
     if S > 0:
         products = row_products(h + ACTIVE * F, shared, row, in_rows, S, traits.BS)  # before the first barrier
     out = tl.sum(sums, 1)
