@@ -1,7 +1,7 @@
 """Products of the few rows of a decode step, on a GPU: weights are read once, with the operations around the product.
 
     products        y_i = W_i x                 or W_i norm(x), of several maps by one kernel
-    add_product     y = residual + W x
+    add_product     y = residual + W x          or residual + W norm(x)
     hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
 
 with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is not rounded. Sums are in float32; a row's result does not
@@ -50,9 +50,9 @@ def products(x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None) -> 
     return results
 
 
-def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute residual + W x, rounded once. Args: residual: [..., N]; x: [..., D]; weight: [N, D]."""
-    return _call(x, [weight], None, residual=residual)
+def add_product(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None) -> Tensor:
+    """Compute residual + W x, or residual + W norm(x), rounded once. Args: residual: [..., N]; weight: [N, D]."""
+    return _call(x, [weight], norm, residual=residual)
 
 
 def hidden(x: Tensor, weight: Tensor, norm: Norm | None, activation: Activation, gated: bool) -> Tensor:

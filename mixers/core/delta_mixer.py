@@ -169,9 +169,12 @@ class DeltaMixer(Mixer):
         new: dict[str, Tensor | None] = {}
         if state is not None:
             self._check_state(state, x_BTD, context)
-            fused_o = self._fused_step_(x_BTD, state, context, None)
-            if fused_o is not None:
-                return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
+            stepped = self._fused_step_(x_BTD, state, context, None)
+            if stepped is not None:
+                o, remaining = stepped
+                for part in remaining:
+                    o = part.transform(o, x_BTD)
+                return MixerOutput(self._project_out(o, x_BTD, order), state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
@@ -240,8 +243,17 @@ class DeltaMixer(Mixer):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_state(state, x_B1D, context)
-        o = self._fused_step_(x_B1D, state, context, norm)
-        return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
+        stepped = self._fused_step_(x_B1D, state, context, norm)
+        if stepped is None:
+            return None
+        o, remaining = stepped
+        output_norm = remaining[-1].norm_of_all() if remaining else None
+        if output_norm is not None:
+            remaining.pop()
+        normed_B1D = rms_norm(x_B1D, norm.weight, norm.eps) if remaining else x_B1D
+        for part in remaining:
+            o = part.transform(o, normed_B1D)
+        return MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight, output_norm), state)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)
@@ -251,10 +263,11 @@ class DeltaMixer(Mixer):
 
     def _fused_step_(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context, norm: Norm | None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, list[StatelessOutputPart]] | None:
         """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse.
 
         Args: norm: of x, not yet applied; None: there is none.
+        Returns: o [B, 1, HV, V], and the output parts that are not in the kernel.
         """
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
@@ -263,12 +276,7 @@ class DeltaMixer(Mixer):
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
         inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
-        if fusion.remaining and norm is not None:
-            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
-        for part in fusion.remaining:
-            o = part.transform(o, x_BTD)
-        return o
+        return bound.fused_decode_step_(fusion.step, inputs, state[self.update_key]), fusion.remaining
 
     def split_refusal(self) -> str | None:
         parts = [name for name, part in self._parts().items() if isinstance(part, Stateful) and not part.splits]

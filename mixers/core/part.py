@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
@@ -119,6 +120,10 @@ class StatelessOutputPart(OutputPart):
 
     def transform_with(self, following: OutputPart, o: Tensor, x: Tensor) -> Tensor | None:
         """Compute this part and the one that follows by one kernel. Return None if there is none for them."""
+        return None
+
+    def norm_of_all(self) -> Norm | None:
+        """Return the RMS norm of all heads together that this part is, for the output map; None if it is another part."""
         return None
 
 

@@ -172,6 +172,11 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
         weight, bias = (rows.expand(values) if values else None for values in (weights, biases))
         return self._normalize(o, weight, bias), None
 
+    def norm_of_all(self) -> Norm | None:
+        if type(self) is not HeadNorm or self.kind != "rms" or self.groups > 1 or self.bias is not None:
+            return None
+        return None if self.weight is None else Norm(self.weight, self.eps)
+
     def _normalize(self, o: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalise o. Args: weight, bias: the parameters, or their values at each row [1, A, ...]."""
         grouped = torch.unflatten(o.flatten(2), 2, (self.groups, -1))
