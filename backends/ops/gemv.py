@@ -50,6 +50,27 @@ def products(x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None) -> 
     return results
 
 
+class Shift(NamedTuple):
+    """A token shift of the normed input n: map i reads n + (previous - n) mix[rows[i]].
+
+    Args: previous: [..., D], as n; mix: [.., D]; rows: for each map.
+    """
+
+    previous: Tensor
+    mix: Tensor
+    rows: tuple[int, ...]
+
+
+def shifted_products(x: Tensor, weights: Sequence[Tensor], norm: Norm, shift: Shift) -> list[Tensor]:
+    """Compute W_i (n + (previous - n) mix_i) with n = norm(x), for each weight W_i [N, D]."""
+    results: list[Tensor] = []
+    for first in range(0, len(weights), MAX_MAPS):
+        group = list(weights[first : first + MAX_MAPS])
+        y = _call(x, group, norm, shift=shift._replace(rows=shift.rows[first : first + MAX_MAPS]))
+        results += y.split([weight.shape[0] for weight in group], -1)
+    return results
+
+
 def add_product(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None) -> Tensor:
     """Compute residual + W x, or residual + W norm(x), rounded once. Args: residual: [..., N]; weight: [N, D]."""
     return _call(x, [weight], norm, residual=residual)
@@ -62,9 +83,13 @@ def hidden(x: Tensor, weight: Tensor, norm: Norm | None, activation: Activation,
 
 def _call(
     x: Tensor, weights: list[Tensor], norm: Norm | None, *, residual: Tensor | None = None, activation: str = "",
-    gated: bool = False,
+    gated: bool = False, shift: Shift | None = None,
 ) -> Tensor:  # fmt: skip
     weight, eps = (None, 0.0) if norm is None else norm
     flat_residual = None if residual is None else residual.flatten(0, -2)
-    y: Tensor = gemv(x.flatten(0, -2), weight, eps, weights, flat_residual, activation, gated)
+    previous, mix, rows = (None, None, ()) if shift is None else shift
+    flat_previous = None if previous is None else previous.flatten(0, -2)
+    y: Tensor = gemv(
+        x.flatten(0, -2), weight, eps, weights, flat_residual, activation, gated, flat_previous, mix, [*rows]
+    )
     return torch.unflatten(y, 0, x.shape[:-1])

@@ -38,6 +38,7 @@ from deltazoo.mixers.core.part import (
     ResizesHeads,
     Stateful,
     StatelessOutputPart,
+    TokenProjection,
     init_normal,
     project_jointly,
     run_part,
@@ -243,6 +244,8 @@ class DeltaMixer(Mixer):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_state(state, x_B1D, context)
+        if isinstance(self.project, TokenProjection):
+            return self._decode_token_(self.project, x_B1D, norm, state, context)
         stepped = self._fused_step_(x_B1D, state, context, norm)
         if stepped is None:
             return None
@@ -254,6 +257,21 @@ class DeltaMixer(Mixer):
         for part in remaining:
             o = part.transform(o, normed_B1D)
         return MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight, output_norm), state)
+
+    def _decode_token_(
+        self, project: TokenProjection, x_B1D: Tensor, norm: Norm, state: Mapping[str, Tensor], context: Context
+    ) -> MixerOutput | None:
+        if context.mask is not None or context.cu_seqlens is not None or not is_plain(self.update) or self.operands:
+            return None
+        if not self.update.bound.has_decode_kernels(self.update.meta(device_type(x_B1D), x_B1D.dtype)):
+            return None
+        states = state["project"], state[self.update_key]
+        decoded = project.decode_token_(x_B1D, norm, states, dict(self.outputs.items()), context)
+        if decoded is None:
+            return None
+        o_B1C, intermediates = decoded
+        side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
+        return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state, side)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)

@@ -123,7 +123,7 @@ class StatelessOutputPart(OutputPart):
         return None
 
     def norm_of_all(self) -> Norm | None:
-        """Return the RMS norm of all heads together that this part is, for the output map; None if it is another part."""
+        """Return the RMS norm of all heads together that this part is, for the output map; None: it is another part."""
         return None
 
 
@@ -161,6 +161,23 @@ class Fusible(nn.Module, ABC):
     def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
         """Return this part's other operands of the fused step by name. Args: x: gives the device and dtype."""
         return {}
+
+
+class TokenProjection(ABC):
+    """Projection that decodes a token up to the output map by kernels of its own, with the update and other parts."""
+
+    @abstractmethod
+    def decode_token_(
+        self, x_B1D: Tensor, norm: Norm, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
+        context: Context,
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
+        """Decode one token per row; the states change in place.
+
+        Args:
+            norm: of x, not yet applied. states: of the projection and of the update, [B, HV, K, V].
+            outputs: the mixer's output parts.
+        Returns: o [B, 1, HV V] and the intermediates; None if the kernels do not compute this call.
+        """
 
 
 class HasBackend(ABC):

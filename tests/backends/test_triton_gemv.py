@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo.backends.ops import gemv as module
-from deltazoo.backends.ops.gemv import Norm, add_product, hidden, products, refusals
+from deltazoo.backends.ops.gemv import Norm, Shift, add_product, hidden, products, refusals, shifted_products
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.triton.gemv import op
 
@@ -75,6 +75,19 @@ def test_the_hidden_channels_of_more_rows():
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [2, 5])
+def test_products_of_shifted_inputs(M, dtype):
+    D, rows = 40, (0, 2, 2, 1, 0)
+    x, before, mix = draw(M, 1, D, dtype=dtype), draw(M, 1, D, dtype=dtype, seed=1), draw(3, D, dtype=dtype, seed=2)
+    weights = [draw(n, D, dtype=dtype, seed=n) for n in (9, 3, 70, 2, 5)]
+    norm = Norm(draw(D, seed=3), 0.1)
+    n = normed(x, norm)
+    for y, weight, row in zip(shifted_products(x, weights, norm, Shift(before, mix, rows)), weights, rows, strict=True):
+        assert_near(y, (n + (before.double() - n) * mix[row].double()) @ weight.double().T)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_residual_is_added_before_the_result_is_rounded(dtype):
     x, weight, residual = draw(3, 1, 20, dtype=dtype), draw(11, 20, dtype=dtype), draw(3, 1, 11, dtype=dtype, seed=3)
     exact = residual.double() + x.double() @ weight.double().T
@@ -99,7 +112,7 @@ def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan(dtype):
 @needs_triton
 def test_columns_of_a_wider_tensor_are_read_in_place():
     wide, weight = draw(4, 96), draw(6, 32)
-    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False)
+    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False, None, None, [])
     assert_near(y, wide[:, 32:64].double() @ weight.double().T)
 
 
@@ -107,7 +120,7 @@ def test_columns_of_a_wider_tensor_are_read_in_place():
 def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
     monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, ahead=1))
     x, weight = draw(1, 4000), draw(3, 4000)
-    assert_near(op.gemv(x, None, 0.0, [weight], None, "", False), x.double() @ weight.double().T)
+    assert_near(op.gemv(x, None, 0.0, [weight], None, "", False, None, None, []), x.double() @ weight.double().T)
 
 
 @pytest.mark.kernels
@@ -139,7 +152,7 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
 @needs_triton
 def test_the_operator_passes_opcheck():
     x, weight = draw(2, 24), draw(6, 24, seed=1)
-    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False)
+    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False, None, None, [])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_gemv.default, arguments, test_utils=tests)
 

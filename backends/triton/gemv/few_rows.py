@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels import activate, locate_map
+from deltazoo.backends.triton.gemv.kernels import activate, locate_map, locate_mix
 
 
 class FewRowsTraits(NamedTuple):
@@ -22,7 +22,7 @@ class FewRowsTraits(NamedTuple):
         M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a program.
         COLUMNS: M rounded up to a power of two. BLOCK: inputs that a program reads at a time. STAGES: blocks in flight.
         LINES: cache lines of a row of the weights that are requested before the kernel's operands are ready.
-        X_STRIDE: elements from row to row of x. OVERLAP: see device/overlap.py.
+        X_STRIDE: elements from row to row of x. SHIFT, MIX, OVERLAP: as in `GemvTraits`.
     """
 
     M: int
@@ -39,6 +39,8 @@ class FewRowsTraits(NamedTuple):
     ACTIVATION: str
     GATED: bool
     RESIDUAL: bool
+    SHIFT: bool
+    MIX: tuple[int, ...]
     OVERLAP: bool
 
 
@@ -50,11 +52,11 @@ def prefetch_rows(w, row, size, traits: tl.constexpr):
 
 
 @triton.jit
-def few_rows_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.constexpr):
+def few_rows_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, traits: tl.constexpr):
     """Compute ROWS outputs of one map for all rows.
 
-    Grid: the tiles of ROWS outputs of all maps. Reads x [M, D], norm_weight [D], residual [M, N], w [N, D], with GATED
-    [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
+    Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
+    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
     """
     M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
@@ -81,7 +83,9 @@ def few_rows_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.cons
     at_row = row.to(tl.int64)[:, None] * D
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     ups = tl.zeros([ROWS, COLUMNS], tl.float32)
+    shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
+    shares = locate_mix(mix, traits) if traits.SHIFT else mix
     for start in tl.range(0, D, BLOCK, num_stages=traits.STAGES):
         d = start + tl.arange(0, BLOCK)
         in_d = d < D
@@ -92,7 +96,14 @@ def few_rows_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.cons
             wide = inputs.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
             scale = tl.load(norm_weight + d, mask=in_d, other=0.0).to(tl.float32)
-            inputs = (wide * scale[None, :]).to(inputs.dtype)
+            wide *= scale[None, :]
+            if traits.SHIFT:
+                share = tl.load(shares + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+                before = tl.load(previous + ms[:, None] * D + d[None, :], mask=in_m[:, None] & in_d[None, :], other=0.0)
+                wide *= 1.0 - share
+                shifted = (before.to(tl.float32) * share).to(inputs.dtype)
+                shifts = tl.dot(weight, tl.trans(shifted), shifts)
+            inputs = wide.to(inputs.dtype)
         sums = tl.dot(weight, tl.trans(inputs), sums)
         if traits.GATED:
             weight_up = tl.load(w + N0 * D + at_row + d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
@@ -102,6 +113,8 @@ def few_rows_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.cons
         factor = tl.rsqrt(squares / D + traits.EPS)
         sums *= factor[None, :]
         ups *= factor[None, :]
+    if traits.SHIFT:
+        sums += shifts
     if ACTIVATION != "":
         sums = activate(sums, ACTIVATION)
     if traits.GATED:

@@ -4,6 +4,7 @@
     y = W (norm_weight * x / sqrt(mean(x^2) + eps))  with NORM
     y = phi(y),  or y = phi(W_gate x) * (W_up x)     with ACTIVATION, and GATED
     y = residual + W x                               with RESIDUAL
+    y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
 
 A program computes ROWS outputs of all rows of x. Its threads split D; sums are in float32, in an order that depends on
 D and the dtype alone, so that a row's result does not depend on M. The factor of the norm is applied to the sums.
@@ -26,7 +27,8 @@ class GemvTraits(NamedTuple):
         M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a program.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
         AHEAD: blocks that are loaded before the first is used. LINES: a power of two >= cache lines of D weights.
-        X_STRIDE: elements from row to row of x. OVERLAP: see device/overlap.py.
+        X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
+        OVERLAP: see device/overlap.py.
     """
 
     M: int
@@ -44,6 +46,8 @@ class GemvTraits(NamedTuple):
     ACTIVATION: str
     GATED: bool
     RESIDUAL: bool
+    SHIFT: bool
+    MIX: tuple[int, ...]
     OVERLAP: bool
 
 
@@ -127,11 +131,27 @@ def locate_map(w0, w1, w2, w3, traits: tl.constexpr):
 
 
 @triton.jit
-def gemv_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.constexpr):
+def locate_mix(mix, traits: tl.constexpr):
+    """Return the row of mix [.., D] of a program's map."""
+    ROWS: tl.constexpr = traits.ROWS
+    N0: tl.constexpr = traits.N[0]
+    N1: tl.constexpr = traits.N[1]
+    N2: tl.constexpr = traits.N[2]
+    END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
+    END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
+    END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
+    tile = tl.program_id(0)
+    of_last = tl.where(tile < END_2, traits.MIX[2], traits.MIX[3])
+    row = tl.where(tile < END_0, traits.MIX[0], tl.where(tile < END_1, traits.MIX[1], of_last))
+    return mix + row * traits.D
+
+
+@triton.jit
+def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, traits: tl.constexpr):
     """Compute ROWS outputs of one map for all rows.
 
-    Grid: the tiles of ROWS outputs of all maps. Reads x [M, D], norm_weight [D], residual [M, N], w [N, D], with GATED
-    [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
+    Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
+    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
     """
     M: tl.constexpr = traits.M
     ROWS: tl.constexpr = traits.ROWS
@@ -158,8 +178,10 @@ def gemv_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.constexp
             ahead_up = ahead_up + (load_weights(w + N0 * traits.D, row, step, size, traits),)
     sums = ()
     ups = ()
+    shifts = ()
     squares = ()
     for _ in tl.static_range(M):
+        shifts = shifts + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
         sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
         ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
         squares = squares + (tl.zeros([1, traits.BLOCK // traits.UNIT], tl.float32),)
@@ -173,20 +195,29 @@ def gemv_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.constexp
                 ahead_up = ahead_up + (load_weights(w + N0 * traits.D, row, step + AHEAD, size, traits),)
         if traits.NORM:
             scale = load_inputs(norm_weight, step, traits)
+        if traits.SHIFT:
+            share = load_inputs(locate_mix(mix, traits), step, traits)
         new_sums = ()
         new_ups = ()
+        new_shifts = ()
         new_squares = ()
         for m in tl.static_range(M):
             inputs = load_inputs(x + m * traits.X_STRIDE, step, traits)
             if traits.NORM:
                 new_squares = new_squares + (squares[m] + tl.sum(inputs * inputs, 2),)
                 inputs *= scale
+            if traits.SHIFT:
+                shifted = share * load_inputs(previous + m * traits.D, step, traits)
+                new_shifts = new_shifts + (shifts[m] + tl.sum(weight * shifted, 2),)
+                inputs *= 1.0 - share
             new_sums = new_sums + (sums[m] + tl.sum(weight * inputs, 2),)
             if traits.GATED:
                 new_ups = new_ups + (ups[m] + tl.sum(weight_up * inputs, 2),)
         sums = new_sums
         if traits.GATED:
             ups = new_ups
+        if traits.SHIFT:
+            shifts = new_shifts
         if traits.NORM:
             squares = new_squares
 
@@ -196,6 +227,8 @@ def gemv_kernel(x, norm_weight, residual, w0, w1, w2, w3, y, traits: tl.constexp
         if traits.NORM:
             factor = tl.rsqrt(tl.sum(tl.sum(squares[m], 1), 0) / traits.D + traits.EPS)
             out *= factor
+        if traits.SHIFT:
+            out += tl.sum(shifts[m], 1)
         if ACTIVATION != "":
             out = activate(out, ACTIVATION)
         if traits.GATED:

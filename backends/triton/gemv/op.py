@@ -48,13 +48,22 @@ class DotLaunch(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What surrounds a product: the norm's weight and epsilon, the residual, phi, and whether there is a gate."""
+    """What surrounds a product.
+
+    Args:
+        norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.
+        previous, mix, mixed: of a token shift, which needs a norm: the normed inputs before [M, D], shares [.., D], and
+            for each map the row of its shares.
+    """
 
     norm_weight: Tensor | None = None
     eps: float = 0.0
     residual: Tensor | None = None
     activation: str = ""
     gated: bool = False
+    previous: Tensor | None = None
+    mix: Tensor | None = None
+    mixed: Sequence[int] = ()
 
 
 def launch_of(x: Tensor) -> GemvLaunch | DotLaunch:
@@ -87,11 +96,14 @@ def launch_gemv(
     shared = {
         "M": M, "D": D, "N": (*outputs, *[0] * (MAX_MAPS - len(outputs))), "ROWS": launch.rows,
         "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
-        "GATED": around.gated, "RESIDUAL": residual is not None, "OVERLAP": overlap,
+        "GATED": around.gated, "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
+        "MIX": (*around.mixed, *[0] * (MAX_MAPS - len(around.mixed))), "OVERLAP": overlap,
     }  # fmt: skip
     tensors = {
         "x": x, "norm_weight": None if norm_weight is None else ready(norm_weight),
         "residual": None if residual is None else residual.contiguous(), "y": y,
+        "previous": None if around.previous is None else ready(around.previous),
+        "mix": None if around.mix is None else ready(around.mix),
         **{f"w{i}": ready(weights[i]) if i < len(weights) else None for i in range(MAX_MAPS)},
     }  # fmt: skip
     if isinstance(launch, DotLaunch):
@@ -113,14 +125,14 @@ def launch_gemv(
 
 def _fake(
     x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], residual: Tensor | None,
-    activation: str, gated: bool,
+    activation: str, gated: bool, previous: Tensor | None, mix: Tensor | None, mixed: Sequence[int],
 ) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
 
 
 gemv = operator(
     "triton_gemv(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor? residual, str activation,"
-    " bool gated) -> Tensor",
+    " bool gated, Tensor? previous, Tensor? mix, int[] mixed) -> Tensor",
     _gemv,
     compiled_ahead(_gemv, _fake),
     any_layout=True,

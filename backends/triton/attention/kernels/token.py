@@ -75,8 +75,9 @@ def load_heads(x, weight, i, in_heads, cos, sin, traits: tl.constexpr):
     e = tl.arange(0, traits.BE)[None, :]
     mask = in_heads & (e < traits.E)
     y = tl.load(x + i * traits.E + e, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(y * y, 1) / traits.E + traits.EPS)[:, None]
+    factor = 1.0
     if traits.NORM:
+        factor = tl.rsqrt(tl.sum(y * y, 1) / traits.E + traits.EPS)[:, None]
         y *= factor * tl.load(weight + e, mask=e < traits.E, other=0.0).to(tl.float32)
     if R > 0:
         partner = tl.where(e < R, e + R, e - R)
