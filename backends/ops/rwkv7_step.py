@@ -77,11 +77,12 @@ def rwkv7_token_(
     r, k, v, *low_value = (y[:, 0] for y in shifted_products(x, wide, norm, shift))
     narrow = [maps.decay, maps.rate, maps.gate]
     low = (y[:, 0] for y in shifted_products(x, narrow, norm, shift._replace(rows=(1, 4, 5))))
-    interpolates = bool(low_value)
-    first = first[:, 0] if first is not None and interpolates else None
+    of_value: tuple[Tensor | None, ...] = (None, None, None, None)
     decay, rate, gate, value, decay_bias, rate_bias, value_bias, *others, eps = weights
+    if low_value and first is not None:
+        of_value = first[:, 0], low_value[0], value, value_bias
     o: Tensor = rwkv7_step(
-        x[:, 0], norm.weight, state.previous[:, 0], r, k, v, first, *low, low_value[0] if interpolates else None, decay, rate, gate, value if interpolates else None, decay_bias,
-        rate_bias, value_bias if interpolates else None, *others, state.update, eps, norm.eps,
+        x[:, 0], norm.weight, state.previous[:, 0], r, k, v, of_value[0], *low, of_value[1], decay, rate, gate,
+        of_value[2], decay_bias, rate_bias, of_value[3], *others, state.update, eps, norm.eps,
     )  # fmt: skip
     return o[:, None], v[:, None]
