@@ -118,7 +118,7 @@ def test_columns_of_a_wider_tensor_are_read_in_place():
 
 @needs_triton
 def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
-    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, ahead=1))
+    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, stages=1))
     x, weight = draw(1, 4000), draw(3, 4000)
     assert_near(op.gemv(x, None, 0.0, [weight], None, "", False, None, None, []), x.double() @ weight.double().T)
 

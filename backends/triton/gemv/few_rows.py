@@ -70,7 +70,7 @@ def few_rows_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, 
     N3: tl.constexpr = traits.N[3]
     if traits.OVERLAP:
         start_next()
-    w, row, size, first = locate_map(w0, w1, w2, w3, traits)
+    w, row, size, first = locate_map(tl.program_id(0), w0, w1, w2, w3, traits)
     if traits.OVERLAP:
         if traits.LINES > 0:
             prefetch_rows(w, row, size, traits)
@@ -85,7 +85,7 @@ def few_rows_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, 
     ups = tl.zeros([ROWS, COLUMNS], tl.float32)
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
     squares = tl.zeros([COLUMNS], tl.float32)
-    shares = locate_mix(mix, traits) if traits.SHIFT else mix
+    shares = locate_mix(tl.program_id(0), mix, traits) if traits.SHIFT else mix
     for start in tl.range(0, D, BLOCK, num_stages=traits.STAGES):
         d = start + tl.arange(0, BLOCK)
         in_d = d < D

@@ -6,8 +6,9 @@
     y = residual + W x                               with RESIDUAL
     y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
 
-A program computes ROWS outputs of all rows of x. Its threads split D; sums are in float32, in an order that depends on
-D and the dtype alone, so that a row's result does not depend on M. The factor of the norm is applied to the sums.
+A program keeps x in registers, and computes ROWS outputs of all rows of x at a time. Its threads split D; sums are in
+float32, in an order that depends on D and the dtype alone, so that a row's result does not depend on M. The factor of
+the norm is applied to the sums. Few programs share an SM, so that those of the next kernel start beside them.
 
 M rows, D inputs, N outputs
 """
@@ -24,9 +25,9 @@ class GemvTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a program.
+        M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a tile.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
-        AHEAD: blocks that are loaded before the first is used. LINES: a power of two >= cache lines of D weights.
+        PROGRAMS: their number. STAGES: tiles in flight. LINES: a power of two >= cache lines of D weights.
         X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
         OVERLAP: see device/overlap.py.
     """
@@ -38,7 +39,8 @@ class GemvTraits(NamedTuple):
     BLOCK: int
     UNIT: int
     STEPS: int
-    AHEAD: int
+    PROGRAMS: int
+    STAGES: int
     LINES: int
     X_STRIDE: int
     NORM: bool
@@ -96,43 +98,39 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def locate_map(w0, w1, w2, w3, traits: tl.constexpr):
-    """Return the weights of a program's map, its ROWS outputs, their number in the map, and the map's column of y."""
+def locate_map(tile, w0, w1, w2, w3, traits: tl.constexpr):
+    """Return the weights of a tile's map, its ROWS outputs, their number in the map, and the map's column of y."""
     ROWS: tl.constexpr = traits.ROWS
     N0: tl.constexpr = traits.N[0]
     N1: tl.constexpr = traits.N[1]
     N2: tl.constexpr = traits.N[2]
     N3: tl.constexpr = traits.N[3]
-    tile = tl.program_id(0)
+    END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
+    END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
+    END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
     w = w0
-    size = N0
-    first = 0
-    before = 0
+    size = tl.where(tile < END_0, N0, N1)
+    first = tl.where(tile < END_0, 0, N0)
+    before = tl.where(tile < END_0, 0, END_0)
     if N1 > 0:
-        if tile >= tl.cdiv(N0, ROWS):
-            w = w1
-            size = N1
-            first = N0
-            before = tl.cdiv(N0, ROWS)
+        w = tl.where(tile < END_0, w, w1)
     if N2 > 0:
-        if tile >= tl.cdiv(N0, ROWS) + tl.cdiv(N1, ROWS):
-            w = w2
-            size = N2
-            first = N0 + N1
-            before = tl.cdiv(N0, ROWS) + tl.cdiv(N1, ROWS)
+        w = tl.where(tile < END_1, w, w2)
+        size = tl.where(tile < END_1, size, N2)
+        first = tl.where(tile < END_1, first, N0 + N1)
+        before = tl.where(tile < END_1, before, END_1)
     if N3 > 0:
-        if tile >= tl.cdiv(N0, ROWS) + tl.cdiv(N1, ROWS) + tl.cdiv(N2, ROWS):
-            w = w3
-            size = N3
-            first = N0 + N1 + N2
-            before = tl.cdiv(N0, ROWS) + tl.cdiv(N1, ROWS) + tl.cdiv(N2, ROWS)
+        w = tl.where(tile < END_2, w, w3)
+        size = tl.where(tile < END_2, size, N3)
+        first = tl.where(tile < END_2, first, N0 + N1 + N2)
+        before = tl.where(tile < END_2, before, END_2)
     row = (tile - before) * ROWS + tl.arange(0, ROWS)
     return tl.multiple_of(w, 16), row, size, first
 
 
 @triton.jit
-def locate_mix(mix, traits: tl.constexpr):
-    """Return the row of mix [.., D] of a program's map."""
+def locate_mix(tile, mix, traits: tl.constexpr):
+    """Return the row of mix [.., D] of a tile's map."""
     ROWS: tl.constexpr = traits.ROWS
     N0: tl.constexpr = traits.N[0]
     N1: tl.constexpr = traits.N[1]
@@ -140,7 +138,6 @@ def locate_mix(mix, traits: tl.constexpr):
     END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
     END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
     END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
-    tile = tl.program_id(0)
     of_last = tl.where(tile < END_2, traits.MIX[2], traits.MIX[3])
     row = tl.where(tile < END_0, traits.MIX[0], tl.where(tile < END_1, traits.MIX[1], of_last))
     return mix + row * traits.D
@@ -148,92 +145,83 @@ def locate_mix(mix, traits: tl.constexpr):
 
 @triton.jit
 def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, traits: tl.constexpr):
-    """Compute ROWS outputs of one map for all rows.
+    """Compute tiles of ROWS outputs of one map for all rows.
 
-    Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
-    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
+    Grid: PROGRAMS, each of which computes every PROGRAMS-th tile of all maps. Reads x, previous [M, D],
+    norm_weight [D], residual [M, N], mix [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half.
+    Writes y [M, N of all maps].
     """
     M: tl.constexpr = traits.M
+    D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
     STEPS: tl.constexpr = traits.STEPS
-    AHEAD: tl.constexpr = traits.AHEAD
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
     N1: tl.constexpr = traits.N[1]
     N2: tl.constexpr = traits.N[2]
     N3: tl.constexpr = traits.N[3]
+    END_1: tl.constexpr = (N0 + ROWS - 1) // ROWS + (N1 + ROWS - 1) // ROWS
+    TILES: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS + (N3 + ROWS - 1) // ROWS
     if traits.OVERLAP:
         start_next()
-    w, row, size, first = locate_map(w0, w1, w2, w3, traits)
-    if traits.OVERLAP:
+        w, row, size, first = locate_map(tl.program_id(0), w0, w1, w2, w3, traits)
         prefetch_weights(w, row, size, traits)
         if traits.GATED:
-            prefetch_weights(w + N0 * traits.D, row, size, traits)
+            prefetch_weights(w + N0 * D, row, size, traits)
         wait_for_previous()
-    ahead = ()
-    ahead_up = ()
-    for step in tl.static_range(AHEAD):
-        ahead = ahead + (load_weights(w, row, step, size, traits),)
-        if traits.GATED:
-            ahead_up = ahead_up + (load_weights(w + N0 * traits.D, row, step, size, traits),)
-    sums = ()
-    ups = ()
-    shifts = ()
-    squares = ()
-    for _ in tl.static_range(M):
-        shifts = shifts + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-        sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-        ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-        squares = squares + (tl.zeros([1, traits.BLOCK // traits.UNIT], tl.float32),)
-    for step in tl.static_range(STEPS):
-        weight = tl.cast(ahead[step], tl.float32)
-        if traits.GATED:
-            weight_up = tl.cast(ahead_up[step], tl.float32)
-        if step + AHEAD < STEPS:
-            ahead = ahead + (load_weights(w, row, step + AHEAD, size, traits),)
-            if traits.GATED:
-                ahead_up = ahead_up + (load_weights(w + N0 * traits.D, row, step + AHEAD, size, traits),)
-        if traits.NORM:
-            scale = load_inputs(norm_weight, step, traits)
-        if traits.SHIFT:
-            share = load_inputs(locate_mix(mix, traits), step, traits)
-        new_sums = ()
-        new_ups = ()
-        new_shifts = ()
-        new_squares = ()
-        for m in tl.static_range(M):
-            inputs = load_inputs(x + m * traits.X_STRIDE, step, traits)
-            if traits.NORM:
-                new_squares = new_squares + (squares[m] + tl.sum(inputs * inputs, 2),)
-                inputs *= scale
-            if traits.SHIFT:
-                shifted = share * load_inputs(previous + m * traits.D, step, traits)
-                new_shifts = new_shifts + (shifts[m] + tl.sum(weight * shifted, 2),)
-                inputs *= 1.0 - share
-            new_sums = new_sums + (sums[m] + tl.sum(weight * inputs, 2),)
-            if traits.GATED:
-                new_ups = new_ups + (ups[m] + tl.sum(weight_up * inputs, 2),)
-        sums = new_sums
-        if traits.GATED:
-            ups = new_ups
-        if traits.SHIFT:
-            shifts = new_shifts
-        if traits.NORM:
-            squares = new_squares
-
+    inputs = ()
+    factors = ()
     for m in tl.static_range(M):
-        out = tl.sum(sums[m], 1)
-        factor = 1.0
-        if traits.NORM:
-            factor = tl.rsqrt(tl.sum(tl.sum(squares[m], 1), 0) / traits.D + traits.EPS)
-            out *= factor
-        if traits.SHIFT:
-            out += tl.sum(shifts[m], 1)
-        if ACTIVATION != "":
-            out = activate(out, ACTIVATION)
-        if traits.GATED:
-            out *= tl.sum(ups[m], 1) * factor
-        at = m * (N0 + N1 + N2 + N3) + first + row
-        if traits.RESIDUAL:
-            out += tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32)
-        tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)
+        squares = tl.zeros([1, traits.BLOCK // traits.UNIT], tl.float32)
+        for step in tl.static_range(STEPS):
+            block = load_inputs(x + m * traits.X_STRIDE, step, traits)
+            if traits.NORM:
+                squares += tl.sum(block * block, 2)
+                block *= load_inputs(norm_weight, step, traits)
+            inputs = inputs + (block,)
+        factors = factors + (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + traits.EPS) if traits.NORM else 1.0,)
+
+    for tile in tl.range(tl.program_id(0), TILES, traits.PROGRAMS, num_stages=traits.STAGES):
+        w, row, size, first = locate_map(tile, w0, w1, w2, w3, traits)
+        sums = ()
+        ups = ()
+        shifts = ()
+        for _ in tl.static_range(M):
+            sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
+            ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
+            shifts = shifts + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
+        for step in tl.static_range(STEPS):
+            weight = load_weights(w, row, step, size, traits).to(tl.float32)
+            if traits.GATED:
+                weight_up = load_weights(w + N0 * D, row, step, size, traits).to(tl.float32)
+            if traits.SHIFT:
+                share = load_inputs(locate_mix(tile, mix, traits), step, traits)
+            new_sums = ()
+            new_ups = ()
+            new_shifts = ()
+            for m in tl.static_range(M):
+                block = inputs[m * STEPS + step]
+                if traits.SHIFT:
+                    shifted = share * load_inputs(previous + m * D, step, traits)
+                    new_shifts = new_shifts + (shifts[m] + tl.sum(weight * shifted, 2),)
+                    block *= 1.0 - share
+                new_sums = new_sums + (sums[m] + tl.sum(weight * block, 2),)
+                if traits.GATED:
+                    new_ups = new_ups + (ups[m] + tl.sum(weight_up * block, 2),)
+            sums = new_sums
+            if traits.GATED:
+                ups = new_ups
+            if traits.SHIFT:
+                shifts = new_shifts
+        for m in tl.static_range(M):
+            out = tl.sum(sums[m], 1) * factors[m]
+            if traits.SHIFT:
+                out += tl.sum(shifts[m], 1)
+            if ACTIVATION != "":
+                out = activate(out, ACTIVATION)
+            if traits.GATED:
+                out *= tl.sum(ups[m], 1) * factors[m]
+            at = m * (N0 + N1 + N2 + N3) + first + row
+            if traits.RESIDUAL:
+                out += tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32)
+            tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)

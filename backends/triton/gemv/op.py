@@ -29,12 +29,16 @@ _MAX_STEPS = 16  # the kernel unrolls the loop over D
 
 
 class GemvLaunch(NamedTuple):
-    """outputs of a program, bytes of a row of the weights that it reads at a time, warps, blocks loaded ahead."""
+    """outputs of a tile, bytes of a row of the weights that a program reads at a time, warps, tiles in flight, programs.
+
+    programs: per SM; 0: one for each tile.
+    """
 
     rows: int
     block: int = 2048
     warps: int = 4
-    ahead: int = 3
+    stages: int = 4
+    programs: int = 2
 
 
 class DotLaunch(NamedTuple):
@@ -91,9 +95,10 @@ def launch_gemv(
     if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
-    overlap = architecture(device_spec(device_of(x).index)) == "sm90"
+    device = device_spec(device_of(x).index)
+    overlap, tiles = architecture(device) == "sm90", sum(cdiv(n, launch.rows) for n in outputs)
     norm_weight, residual = around.norm_weight, around.residual
-    shared = {
+    shared: dict[str, Any] = {
         "M": M, "D": D, "N": (*outputs, *[0] * (MAX_MAPS - len(outputs))), "ROWS": launch.rows,
         "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
         "GATED": around.gated, "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
@@ -117,10 +122,12 @@ def launch_gemv(
         block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
         block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
         steps, lines = cdiv(D, block), power_of_two(cdiv(D * size, LINE_BYTES))
-        traits = GemvTraits(BLOCK=block, UNIT=unit, STEPS=steps, AHEAD=min(launch.ahead, steps), LINES=lines, **shared)
-        kernel, options = gemv_kernel, Options(launch.warps, overlap=overlap)
-    run = launcher(kernel, tensors, {"traits": traits}, options)
-    run(sum(cdiv(n, launch.rows) for n in outputs), {})
+        programs = min(tiles, launch.programs * device.processors or tiles)
+        traits = GemvTraits(
+            BLOCK=block, UNIT=unit, STEPS=steps, PROGRAMS=programs, STAGES=launch.stages, LINES=lines, **shared
+        )
+        kernel, options, tiles = gemv_kernel, Options(launch.warps, launch.stages, overlap=overlap), programs
+    launcher(kernel, tensors, {"traits": traits}, options)(tiles, {})
 
 
 def _fake(
