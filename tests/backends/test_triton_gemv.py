@@ -137,15 +137,13 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
     products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm)
     hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
     add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
-    for _, kernel in compiler.compiled:
+    kernels = [kernel for name, kernel in compiler.compiled if name in ("gemv_kernel", "few_rows_kernel")]
+    assert len(kernels) == (3 if M <= op.MAX_ROWS else 1)  # torch computes the other products of more rows
+    for kernel in kernels:
         ptx = kernel.asm["ptx"]
         assert "griddepcontrol.wait" in ptx and "prefetch.global.L2" in ptx
-        if M > op.MAX_ROWS:
-            copies = [line for line in ptx.splitlines() if "cp.async.cg.shared.global" in line]
-            assert copies and all("0x10" in line for line in copies)
-        else:
-            loads = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line]
-            assert loads and all(".v4.b32" in line for line in loads)
+        copies = [line for line in ptx.splitlines() if "cp.async.cg.shared.global" in line]
+        assert copies and all("0x10" in line for line in copies)
         assert "LDL" not in disassemble(kernel.asm["cubin"])
 
 

@@ -27,7 +27,8 @@ class GemvTraits(NamedTuple):
     Args:
         M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a tile.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
-        PROGRAMS: their number. STAGES: tiles in flight. LINES: a power of two >= cache lines of D weights.
+        PROGRAMS: their number. STAGES: tiles in flight. AHEAD: tiles of a program whose weights are requested before the
+            kernel's operands are ready. LINES: a power of two >= cache lines of D weights.
         X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
         OVERLAP: see device/overlap.py.
     """
@@ -41,6 +42,7 @@ class GemvTraits(NamedTuple):
     STEPS: int
     PROGRAMS: int
     STAGES: int
+    AHEAD: int
     LINES: int
     X_STRIDE: int
     NORM: bool
@@ -155,6 +157,7 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
     D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
     STEPS: tl.constexpr = traits.STEPS
+    AHEAD: tl.constexpr = traits.AHEAD
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
     N1: tl.constexpr = traits.N[1]
@@ -164,10 +167,12 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
     TILES: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS + (N3 + ROWS - 1) // ROWS
     if traits.OVERLAP:
         start_next()
-        w, row, size, first = locate_map(tl.program_id(0), w0, w1, w2, w3, traits)
-        prefetch_weights(w, row, size, traits)
-        if traits.GATED:
-            prefetch_weights(w + N0 * D, row, size, traits)
+        for i in tl.static_range(AHEAD):
+            tile = tl.minimum(tl.program_id(0) + i * traits.PROGRAMS, TILES - 1)
+            w, row, size, first = locate_map(tile, w0, w1, w2, w3, traits)
+            prefetch_weights(w, row, size, traits)
+            if traits.GATED:
+                prefetch_weights(w + N0 * D, row, size, traits)
         wait_for_previous()
     inputs = ()
     factors = ()
@@ -183,10 +188,14 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
 
     for tile in tl.range(tl.program_id(0), TILES, traits.PROGRAMS, num_stages=traits.STAGES):
         w, row, size, first = locate_map(tile, w0, w1, w2, w3, traits)
+        before = ()
         sums = ()
         ups = ()
         shifts = ()
-        for _ in tl.static_range(M):
+        for m in tl.static_range(M):
+            if traits.RESIDUAL:
+                at = m * (N0 + N1 + N2 + N3) + first + row
+                before = before + (tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32),)
             sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
             ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
             shifts = shifts + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
@@ -223,5 +232,5 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
                 out *= tl.sum(ups[m], 1) * factors[m]
             at = m * (N0 + N1 + N2 + N3) + first + row
             if traits.RESIDUAL:
-                out += tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32)
+                out += before[m]
             tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)

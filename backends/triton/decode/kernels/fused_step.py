@@ -27,7 +27,7 @@ from deltazoo.backends.triton.decode.kernels.step_parts import (
     softplus,
     strength_of,
 )
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 from deltazoo.backends.triton.device.step_size import step_size
 
 
@@ -125,6 +125,10 @@ def fused_step_kernel(
     ks = tl.arange(0, traits.BK)
     in_k = ks < K
     if traits.OVERLAP:
+        if traits.SPLIT and not traits.SLOTS:
+            state = states + (row * HV + hv) * K * V + tl.minimum(ks, K - 1) * V + first
+            prefetch_line(state)
+            prefetch_line(state + tl.minimum(BV - 1, V - 1 - first))
         wait_for_previous()
     slot = row
     if traits.SLOTS:
