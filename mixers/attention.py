@@ -244,8 +244,8 @@ class AttentionMixer(Mixer):
         if self.theta is not None and self.rotary_pairs:
             scaling = () if self.rope_scaling is None else self.rope_scaling.frequencies(self.theta, self.rotary_pairs)
             turn = Turn(self.rotary_pairs, self.theta, tuple(scaling))
-        operands = TokenOperands(qkv_B1C[:, 0], *norms, None if gate_B1C is None else gate_B1C[:, 0])
-        return attend_token_(operands, *cache, turn, self.scale)[:, None]
+        operands = TokenOperands(qkv_B1C[:, 0], norms[0], norms[1], None if gate_B1C is None else gate_B1C[:, 0])
+        return attend_token_(operands, cache.k, cache.v, cache.position, turn, self.scale)[:, None]
 
     def _operands(self, qkv_BTC: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv_BTC.split(self.sizes, dim=-1)

@@ -70,10 +70,10 @@ def rwkv7_token_(
         first: values of the first layer [B, 1, H V]; None: the values are not interpolated.
     Returns: o and v before the interpolation, [B, 1, H V] each.
     """
-    wide, rows = [maps.r, maps.k, maps.v], (0, 2, 3)
+    wide = [maps.r, maps.k, maps.v]
     if maps.value is not None and first is not None:
-        wide, rows = [*wide, maps.value], (*rows, 3)
-    shift = Shift(state.previous, mix, rows)
+        wide.append(maps.value)
+    shift = Shift(state.previous, mix, (0, 2, 3, 3)[: len(wide)])
     r, k, v, *low_value = (y[:, 0] for y in shifted_products(x, wide, norm, shift))
     narrow = [maps.decay, maps.rate, maps.gate]
     low = (y[:, 0] for y in shifted_products(x, narrow, norm, shift._replace(rows=(1, 4, 5))))

@@ -173,8 +173,8 @@ class DeltaMixer(Mixer):
             stepped = self._fused_step_(x_BTD, state, context, None)
             if stepped is not None:
                 o, remaining = stepped
-                for part in remaining:
-                    o = part.transform(o, x_BTD)
+                for output_part in remaining:
+                    o = output_part.transform(o, x_BTD)
                 return MixerOutput(self._project_out(o, x_BTD, order), state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs

@@ -46,12 +46,17 @@ class TokenCall(NamedTuple):
 def _attend(*arguments: object) -> Tensor:
     call = TokenCall(*arguments)  # type: ignore[arg-type]
     o, (k, v) = _fake(*arguments), (call.k.contiguous(), call.v.contiguous())
-    qkv, gate = (x if x is None or x.stride(1) == 1 else x.contiguous() for x in (call.qkv, call.gate))
+    call = call._replace(qkv=_with_rows(call.qkv), gate=None if call.gate is None else _with_rows(call.gate))
     with torch.cuda.device_of(call.qkv):
-        _launch(call._replace(qkv=qkv, gate=gate, k=k, v=v), o)
+        _launch(call._replace(k=k, v=v), o)
     for given, written in ((call.k, k), (call.v, v), (call.position, call.position)):
         mark_written(given, written)
     return o
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Return x [B, C] with contiguous rows, which may be apart."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _launch(call: TokenCall, o: Tensor) -> None:

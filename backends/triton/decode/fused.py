@@ -234,9 +234,10 @@ def _launch(
         channels = (1 + n) * H * K
         pushed = {
             "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": W, "BC": _PUSHED_CHANNELS,
-            "SLOTS": slots is not None,
+            "SLOTS": slots is not None, "OVERLAP": overlap,
         }  # fmt: skip
-        push = launcher(push_kernel, {"x": x.qkv, "history": x.history, "slots": slots}, pushed)
+        tensors = {"x": x.qkv, "history": x.history, "slots": slots}
+        push = launcher(push_kernel, tensors, pushed, Options(overlap=overlap))
         push(B * cdiv(channels, _PUSHED_CHANNELS), {"pool_rows": states.shape[0]})
 
 

@@ -57,7 +57,7 @@ def _step(*arguments: Any) -> Tensor:
 
 
 def _launch(call: ExpertCall, y: Tensor) -> None:
-    from deltazoo.backends.triton.gemv.experts import (
+    from deltazoo.backends.triton.gemv.kernels.experts import (
         ExpertTraits,
         expert_hidden_kernel,
         expert_output_kernel,

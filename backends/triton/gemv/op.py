@@ -97,8 +97,8 @@ def launch_gemv(
     x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch | DotLaunch
 ) -> None:
     """Write the products to y."""
-    from deltazoo.backends.triton.gemv.few_rows import FewRowsTraits, few_rows_kernel
-    from deltazoo.backends.triton.gemv.kernels import GemvTraits, gemv_kernel
+    from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
+    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, gemv_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (M, D), size = x.shape, x.dtype.itemsize
@@ -121,6 +121,8 @@ def launch_gemv(
         "mix": None if around.mix is None else ready(around.mix),
         **{f"w{i}": ready(weights[i]) if i < len(weights) else None for i in range(MAX_MAPS)},
     }  # fmt: skip
+    kernel: Any
+    traits: Any
     if isinstance(launch, DotLaunch):
         ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
         traits = FewRowsTraits(

@@ -113,12 +113,11 @@ class RWKV7Projection(nn.Module, Stateful, TokenProjection):
             return None
         head_norm, bonus, gate = parts
         assert isinstance(head_norm, HeadNorm) and isinstance(bonus, Bonus) and isinstance(gate, PrecomputedGate)
-        low = {name: getattr(self, name) for name in ("decay", "rate", "gate", "value")}
         maps = [self.to_r, self.to_k, self.to_v]
-        for part in low.values():
-            if part is not None and (type(part) is not LowRank or not is_plain(part) or not is_plain_linear(part.up)):
+        for part in (self.decay, self.rate, self.gate, *([] if self.value is None else [self.value])):
+            if type(part) is not LowRank or not is_plain(part) or not is_plain_linear(part.up):
                 return None
-            maps += [] if part is None else [part.down]
+            maps.append(part.down)
         if not is_plain(self) or not all(reads_weight(linear, x_B1D) for linear in maps):
             return None
         if max(self.shape.key_width, self.shape.value_width) > MAX_WIDTH or states[0].dtype != x_B1D.dtype:
@@ -128,15 +127,19 @@ class RWKV7Projection(nn.Module, Stateful, TokenProjection):
         first = None if context.values is None else context.values.get(FIRST_VALUE)
         if first is not None and (first.shape[-1] != self.to_v.out_features or first.dtype != x_B1D.dtype):
             return None
-        down, up, bias = (
-            {name: None if part is None else read(part) for name, part in low.items()}
-            for read in (lambda part: part.down.weight, lambda part: part.up.weight, lambda part: part.bias)
-        )
+        if self.decay.bias is None or self.rate.bias is None:
+            return None
+        value = self.value
         weights = RWKV7Weights(
-            **up, decay_bias=bias["decay"], rate_bias=bias["rate"], value_bias=bias["value"], xi=self.xi,
-            alpha=self.alpha, u=bonus.u, norm_weight=head_norm.weight, norm_bias=head_norm.bias, eps=head_norm.eps,
+            self.decay.up.weight, self.rate.up.weight, self.gate.up.weight, None if value is None else value.up.weight,
+            decay_bias=self.decay.bias, rate_bias=self.rate.bias, value_bias=None if value is None else value.bias,
+            xi=self.xi, alpha=self.alpha, u=bonus.u, norm_weight=head_norm.weight, norm_bias=head_norm.bias,
+            eps=head_norm.eps,
         )  # fmt: skip
-        weights_of_input = RWKV7Maps(self.to_r.weight, self.to_k.weight, self.to_v.weight, **down)
+        weights_of_input = RWKV7Maps(
+            self.to_r.weight, self.to_k.weight, self.to_v.weight, self.decay.down.weight, self.rate.down.weight,
+            self.gate.down.weight, None if value is None else value.down.weight,
+        )  # fmt: skip
         o, v = rwkv7_token_(x_B1D, norm, self.mix, weights_of_input, weights, RWKV7State(*states), first)
         return o, {FIRST_VALUE: v} if context.values is not None and first is None else {}
 

@@ -318,7 +318,7 @@ def finish_step_kernel(
 def push_kernel(
     x, history, slots, pool_rows,
     X_STRIDE: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
 
@@ -331,6 +331,9 @@ def push_kernel(
     row = tl.cast(tl.program_id(0) // TILES, tl.int64)
     channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
     in_channels = channel < CHANNELS
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
     slot = row
     if SLOTS:
         slot = tl.load(slots + row)

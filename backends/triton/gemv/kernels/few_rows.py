@@ -1,4 +1,4 @@
-"""Products of up to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that kernels.py lists.
+"""Products of up to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that gemv.py lists.
 
 A program computes ROWS outputs of all rows of x, and passes over D once; sums are in float32. The norm's weights are
 applied to x before it is rounded to its dtype again, and the norm's factor to the sums.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels import activate, locate_map, locate_mix
+from deltazoo.backends.triton.gemv.kernels.gemv import activate, locate_map, locate_mix
 
 
 class FewRowsTraits(NamedTuple):

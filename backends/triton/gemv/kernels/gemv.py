@@ -27,7 +27,7 @@ class GemvTraits(NamedTuple):
     Args:
         M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a tile.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
-        PROGRAMS: their number. STAGES: tiles in flight. AHEAD: tiles of a program whose weights are requested before the
+        PROGRAMS: their number. STAGES: tiles in flight. AHEAD: tiles of a program that are requested before the
             kernel's operands are ready. LINES: a power of two >= cache lines of D weights.
         X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
         OVERLAP: see device/overlap.py.

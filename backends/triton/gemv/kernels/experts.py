@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels import activate
+from deltazoo.backends.triton.gemv.kernels.gemv import activate
 
 
 class ExpertTraits(NamedTuple):
