@@ -125,9 +125,10 @@ def launch_gemv(
     traits: Any
     if isinstance(launch, DotLaunch):
         ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
-        traits = FewRowsTraits(
-            COLUMNS=max(16, power_of_two(M)), BLOCK=launch.block, STAGES=launch.stages, LINES=ahead, **shared
-        )
+        columns = max(16, power_of_two(M))
+        buffer = (2 * launch.rows + 2 * columns) * launch.block * size  # with a gate and a token shift
+        stages = max(1, min(launch.stages, device.shared_memory // buffer))
+        traits = FewRowsTraits(COLUMNS=columns, BLOCK=launch.block, STAGES=stages, LINES=ahead, **shared)
         kernel, options = few_rows_kernel, Options(launch.warps, launch.stages, overlap=overlap)
     else:
         unit = _VECTOR // size
@@ -146,10 +147,8 @@ def launch_gemv(
     launcher(kernel, tensors, {"traits": traits}, options)(tiles, {})
 
 
-def _fake(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], residual: Tensor | None,
-    activation: str, gated: bool, previous: Tensor | None, mix: Tensor | None, mixed: Sequence[int],
-) -> Tensor:  # fmt: skip
+def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
+    gated = Around(norm_weight, eps, *around).gated
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
 
 
