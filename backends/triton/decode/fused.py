@@ -25,7 +25,7 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 WIDEST_VALUE = 512
 _PUSHED_CHANNELS = 256  # of a program of push_kernel
 _MANY_HOUSEHOLDERS = 4  # whose keys take as many registers as a tile of 64 columns
-_SPLIT_TILE, _SPLIT_WARPS, _FINISH_WARPS = 32, 4, 4
+_SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _FINISH_WARPS = 32, 4, 1, 4
 _WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
@@ -215,7 +215,7 @@ def _launch(
         READ_BEFORE=options.read == "before", SKIP=x.skip is not None, NORM=options.norm,
         NORM_PER_HEAD=x.norm_weight is not None and x.norm_weight.numel() != V, NORM_BIAS=x.norm_bias is not None,
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,
-        SLOTS=slots is not None, SPLIT=split > 0, OVERLAP=overlap,
+        SLOTS=slots is not None, SPLIT=_SPLIT_TILES if split else 0, OVERLAP=overlap,
     )  # fmt: skip
     tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
     tensors["x"] = x.qkv
@@ -225,7 +225,7 @@ def _launch(
         tensors["o"] = tensors["raw"] = o.new_empty(o.shape, dtype=torch.float32)
     warps = limit_warps(_SPLIT_WARPS if split else launch.warps, BK * BV)
     step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
-    step(B * HV * (cdiv(V, BV) if split else 1), numbers)
+    step(B * HV * (cdiv(V, BV * _SPLIT_TILES) if split else 1), numbers)
     if finishes:
         tensors["o"] = o
         run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
