@@ -137,6 +137,10 @@ class BoundUpdate:
             type(backend).fused_decode_step_ is not Backend.fused_decode_step_ for backend in self.candidates(device)
         )
 
+    def has_decode_kernels(self, meta: UpdateMeta) -> bool:
+        """Return whether the chosen backend decodes by kernels: it then implements fused steps, of other specs too."""
+        return type(self.backend_for(meta)).fused_decode_step_ is not Backend.fused_decode_step_
+
     def can_fuse_decode(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
         """Return whether the chosen backend computes this decode step in one kernel. Args: dtype: of `qkv`."""
         return not self._fused_decode_backend(step, device, dtype)[1]

@@ -246,7 +246,9 @@ class Layer(nn.Module):
             return y_BTD
 
         def apply_mlp_step(x_B1D: Tensor, norm: Norm) -> Tensor | None:
-            return mlp.residual_step(x_B1D, norm) if mlp is not None and is_plain(mlp) else None
+            if mlp is None or not is_plain(mlp) or context.losses:
+                return None
+            return mlp.residual_step(x_B1D, norm)
 
         branches: list[Branch] = []
         if self.norm is not None:

@@ -37,6 +37,7 @@ from deltazoo.mixers.core.part import (
     Parts,
     Stateful,
     StatelessOutputPart,
+    TokenProjection,
     call_stateful,
     commit_part_,
     init_normal,
@@ -184,9 +185,12 @@ class DeltaMixer(Mixer):
                 return MixerOutput(self._project_out(fused[0], x_BTD, order), fused[1])
         elif state is not None:
             self._check_state(state, x_BTD, context)
-            fused_o = self._fused_step_(x_BTD, state, context, None)
-            if fused_o is not None:
-                return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
+            stepped = self._fused_step_(x_BTD, state, context, None)
+            if stepped is not None:
+                o, remaining = stepped
+                for output_part in remaining:
+                    o = output_part.transform(o, x_BTD)
+                return MixerOutput(self._project_out(o, x_BTD, order), state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
@@ -260,8 +264,34 @@ class DeltaMixer(Mixer):
             if fused is None:
                 return None
             return MixerOutput(add_product(x_B1D, fused[0].flatten(2), self.out.weight), fused[1])
-        o = self._fused_step_(x_B1D, state, context, norm)
-        return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
+        if isinstance(self.project, TokenProjection):
+            return self._decode_token_(self.project, x_B1D, norm, state, context)
+        stepped = self._fused_step_(x_B1D, state, context, norm)
+        if stepped is None:
+            return None
+        o, remaining = stepped
+        output_norm = remaining[-1].norm_of_all() if remaining else None
+        if output_norm is not None:
+            remaining.pop()
+        normed_B1D = rms_norm(x_B1D, norm.weight, norm.eps) if remaining else x_B1D
+        for part in remaining:
+            o = part.transform(o, normed_B1D)
+        return MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight, output_norm), state)
+
+    def _decode_token_(
+        self, project: TokenProjection, x_B1D: Tensor, norm: Norm, state: Mapping[str, Tensor], context: Context
+    ) -> MixerOutput | None:
+        if context.mask is not None or context.cu_seqlens is not None or not is_plain(self.update) or self.operands:
+            return None
+        if not self.update.bound.has_decode_kernels(self.update.meta(device_type(x_B1D), x_B1D.dtype)):
+            return None
+        states = state["project"], state[self.update_key]
+        decoded = project.decode_token_(x_B1D, norm, states, dict(self.outputs.items()), context)
+        if decoded is None:
+            return None
+        o_B1C, intermediates = decoded
+        side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
+        return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state, side)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)
@@ -271,10 +301,11 @@ class DeltaMixer(Mixer):
 
     def _fused_step_(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context, norm: Norm | None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, list[StatelessOutputPart]] | None:
         """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse.
 
         Args: norm: of x, not yet applied; None: there is none.
+        Returns: o [B, 1, HV, V], and the output parts that are not in the kernel.
         """
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
@@ -283,12 +314,7 @@ class DeltaMixer(Mixer):
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
         inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
-        if fusion.remaining and norm is not None:
-            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
-        for part in fusion.remaining:
-            o = part.transform(o, x_BTD)
-        return o
+        return bound.fused_decode_step_(fusion.step, inputs, state[self.update_key]), fusion.remaining
 
     def _fused_drafts(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], norm: Norm | None

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
@@ -123,6 +124,10 @@ class StatelessOutputPart(OutputPart):
         """Compute this part and the one that follows by one kernel. Return None if there is none for them."""
         return None
 
+    def norm_of_all(self) -> Norm | None:
+        """Return the RMS norm of all heads together that this part is, for the output map; None: it is another part."""
+        return None
+
 
 class Stateful(ABC):
     """Part with a state: one tensor with the batch in dimension 0.
@@ -161,6 +166,23 @@ class Fusible(nn.Module, ABC):
     def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
         """Return this part's other operands of the fused step by name. Args: x: gives the device and dtype."""
         return {}
+
+
+class TokenProjection(ABC):
+    """Projection that decodes a token up to the output map by kernels of its own, with the update and other parts."""
+
+    @abstractmethod
+    def decode_token_(
+        self, x_B1D: Tensor, norm: Norm, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
+        context: Context,
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
+        """Decode one token per row; the states change in place.
+
+        Args:
+            norm: of x, not yet applied. states: of the projection and of the update, [B, HV, K, V].
+            outputs: the mixer's output parts.
+        Returns: o [B, 1, HV V] and the intermediates; None if the kernels do not compute this call.
+        """
 
 
 class HasBackend(ABC):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WIDEST_VALUE = 512
 _PUSHED_CHANNELS = 256  # of a program of push_kernel
 _MANY_HOUSEHOLDERS = 4  # whose keys take as many registers as a tile of 64 columns
-_SPLIT_TILE, _SPLIT_WARPS, _FINISH_WARPS = 32, 4, 4
+_SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _FINISH_WARPS = 32, 4, 1, 4
 _WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
@@ -210,7 +210,7 @@ def _launch(
         tensors["o"] = tensors["raw"] = o.new_empty(o.shape, dtype=torch.float32)
     warps = limit_warps(_SPLIT_WARPS if split else launch.warps, BK * BV)
     step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
-    step(B * HV * (cdiv(V, BV) if split else 1), numbers)
+    step(B * HV * (cdiv(V, BV * _SPLIT_TILES) if split else 1), numbers)
     if finishes:
         tensors["o"] = o
         run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
@@ -219,9 +219,10 @@ def _launch(
         channels = (1 + n) * H * K
         pushed = {
             "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": traits.W, "BC": _PUSHED_CHANNELS,
-            "SLOTS": slots is not None,
+            "SLOTS": slots is not None, "OVERLAP": overlap,
         }  # fmt: skip
-        push = launcher(push_kernel, {"x": x.qkv, "history": x.history, "slots": slots}, pushed)
+        tensors = {"x": x.qkv, "history": x.history, "slots": slots}
+        push = launcher(push_kernel, tensors, pushed, Options(overlap=overlap))
         push(B * cdiv(channels, _PUSHED_CHANNELS), {"pool_rows": states.shape[0]})
 
 
