@@ -200,7 +200,7 @@ def _launch(
     split = _split_tile(device, B * HV, V, n) if not config else 0
     BK, BV = power_of_two(K), split or _tile(launch, V, n)
     overlap = architecture(device) == "sm90"
-    tiling = StepTiling(BV, split > 0, overlap)
+    tiling = StepTiling(BV, _SPLIT_TILES if split else 0, overlap)
     traits = step_traits(x, (H, HV, K, V), options, tiling, slots is not None)
     tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
     tensors["x"] = x.qkv
@@ -227,10 +227,10 @@ def _launch(
 
 
 class StepTiling(NamedTuple):
-    """State columns of a tile, whether each tile is a program, and whether the kernel overlaps the one before."""
+    """State columns of a tile, tiles of a program (0: all), and whether the kernel overlaps the one before."""
 
     columns: int
-    split: bool
+    split: int
     overlap: bool
 
 

@@ -75,7 +75,7 @@ def _impl(*arguments: Any) -> list[Tensor]:
     x = FusedDecodeInputs(**by_token, **others)
     result = _empty(inputs, states, n, options)
     overlap = architecture(device_spec(device_of(x.qkv).index)) == "sm90"
-    traits = step_traits(x, (options.heads, HV, K, V), options, StepTiling(0, True, overlap), False)
+    traits = step_traits(x, (options.heads, HV, K, V), options, StepTiling(0, 1, overlap), False)
     outputs = {f"{name}_out": result.get(name) for name in ("log_decay", "erase", "write")}
     tensors = result | x._asdict() | outputs | {"x": x.qkv}
     operands = StepOperands(
