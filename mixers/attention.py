@@ -12,14 +12,16 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.ops import token_attention
 from deltazoo.backends.ops.gemv import Norm, add_product
+from deltazoo.backends.ops.token_attention import TokenOperands, Turn, attend_token_
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_maps import apply_maps, reads_weight
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerOutput, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Cost, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
@@ -44,7 +46,7 @@ from deltazoo.mixers.parts.attention.split_attention import (
     document_starts,
     gather_keys_and_values,
 )
-from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.norms import RMSNorm, norm_before_product
 from deltazoo.mixers.parts.rope_scaling import RopeScaling, check_rope_scaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -149,6 +151,8 @@ class AttentionMixer(Mixer):
     Rotary angles are computed in float64 modulo 2 pi. State: `KVCache`.
     """
 
+    commit_form: ClassVar[CommitForm] = "cache"
+
     def __init__(self, config: AttentionConfig, width: int) -> None:
         super().__init__()
         self.width, self.window = width, config.window_or_none()
@@ -210,7 +214,7 @@ class AttentionMixer(Mixer):
         has_norms = type(self.q_norm) in (nn.Identity, RMSNorm) and is_plain(self.q_norm) and is_plain(self.k_norm)
         if context.mask is not None or context.cu_seqlens is not None or context.parallel is not None or not has_norms:
             return None
-        if not reads_weight(self.out, x):
+        if context.verify or not reads_weight(self.out, x):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_cache(state, x_B1D, context)
@@ -218,12 +222,36 @@ class AttentionMixer(Mixer):
         if self.to_gate is not None:
             maps["gate"] = self.to_gate
         mapped = apply_maps(x_B1D, maps, norm)
-        q, k, v = self._operands(mapped["qkv"], state.position, context)
-        o_B1HE, state = self._attend_cached(q, k, v, state, context)
-        o_B1C = rearrange(o_B1HE, "b t h e -> b t (h e)")
-        if self.to_gate is not None:
-            o_B1C = _apply_gate(o_B1C, mapped["gate"])
+        o_B1C = self._attend_token(mapped["qkv"], mapped.get("gate"), state, context)
+        if o_B1C is None:
+            q, k, v = self._operands(mapped["qkv"], state.position, context)
+            o_B1HE, state = self._attend_cached(q, k, v, state, context)
+            o_B1C = rearrange(o_B1HE, "b t h e -> b t (h e)")
+            if self.to_gate is not None:
+                o_B1C = _apply_gate(o_B1C, mapped["gate"])
         return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state)
+
+    def commit_(self, draft: KVCache, state: KVCache, accepted: Tensor) -> None:
+        with torch.no_grad():
+            append_to_cache(state, draft.k, draft.v, accepted)
+
+    def _attend_token(
+        self, qkv_B1C: Tensor, gate_B1C: Tensor | None, cache: KVCache, context: Context
+    ) -> Tensor | None:
+        """Attend by one operator, which changes the cache in place; None if the kernels do not compute it."""
+        norms: list[Norm | None] = [None, None]
+        if self.qk_norm == "head" and isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            norms = [norm_before_product(norm) for norm in (self.q_norm, self.k_norm)]
+        if self.qk_norm is not None and None in norms:
+            return None
+        if context.positions is not None or token_attention.refusals(self.head_width, cache.k.dtype, qkv_B1C):
+            return None
+        turn = None
+        if self.theta is not None and self.rotary_pairs:
+            scaling = () if self.rope_scaling is None else self.rope_scaling.frequencies(self.theta, self.rotary_pairs)
+            turn = Turn(self.rotary_pairs, self.theta, tuple(scaling))
+        operands = TokenOperands(qkv_B1C[:, 0], norms[0], norms[1], None if gate_B1C is None else gate_B1C[:, 0])
+        return attend_token_(operands, cache.k, cache.v, cache.position, turn, self.scale)[:, None]
 
     def _operands(self, qkv_BTC: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv_BTC.split(self.sizes, dim=-1)
@@ -250,9 +278,13 @@ class AttentionMixer(Mixer):
         if context.cu_seqlens is not None:
             o = attend_packed(q, k, v, self.scale, self.window, cache, context.cu_seqlens)
             return o, append_to_cache(cache, k, v, count_N, context.cu_seqlens[:-1].long())
-        if self.window is not None and q.shape[1] != 1:
-            return attend_ring_buffer(q, k, v, self.scale, cache), append_to_cache(cache, k, v, count_N)
+        if self.window is not None and (q.shape[1] != 1 or context.verify):
+            o = attend_ring_buffer(q, k, v, self.scale, cache)
+            return o, KVCache(k, v, count_N) if context.verify else append_to_cache(cache, k, v, count_N)
         position_BT = cache.position[:, None] + torch.arange(q.shape[1], device=q.device)
+        if context.verify:  # slots after the position hold no tokens
+            cache = append_to_cache(cache._replace(position=cache.position.clone()), k, v, count_N)
+            return attend_cache(q, cache, self.scale, position_BT), KVCache(k, v, count_N)
         cache = append_to_cache(cache, k, v, count_N)
         if q.shape[1] == 1 and runs_by_kernel("attention of one token", decode_refusals(q, cache)):
             return attend_last(q, cache, self.scale), cache
@@ -270,7 +302,7 @@ class AttentionMixer(Mixer):
         slots = cache.k.shape[1]
         if self.window is not None and slots > self.window:
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
-        if slots != self.window:
+        if slots != self.window and x_BTD.device.type == "cpu":  # elsewhere values are not inspected
             check_capacity(cache.position, token_counts(x_BTD, context), slots)
 
 

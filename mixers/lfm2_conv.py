@@ -6,7 +6,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.update.base import Backend
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.convolution import ShortConv
 
@@ -41,6 +41,8 @@ class LFM2Conv(FilterConfig):
 
 class LFM2ConvMixer(FilterMixer):
     """Module of `LFM2Conv`. State: that of the convolution."""
+
+    commit_form: ClassVar[CommitForm] = "cache"
 
     def __init__(self, config: LFM2Conv, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)

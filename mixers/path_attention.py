@@ -132,6 +132,8 @@ class PathAttentionMixer(TokenCacheMixer):
     Source: the authors' code in fla, which multiplies log f by the scale.
     """
 
+    rewrites_cache: ClassVar[bool] = True
+
     def __init__(self, config: PathAttention, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
         self.heads, self.key_value_heads, self.head_width = config.resolve_heads(width)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.convolution import TokenShift
 
@@ -45,6 +45,8 @@ class ChannelMixer(FilterMixer):
     Initialisation: mu of channel i in layer l of L is 1 - (i / D)^((1 - l / L)^4), as in RWKV-7's code; with "current",
     (i / D)^(1 - l / L), as in RWKV-4's.
     """
+
+    commit_form: ClassVar[CommitForm] = "cache"
 
     def __init__(self, config: RWKVChannelMix, width: int, place: Place) -> None:
         super().__init__(width)

@@ -82,9 +82,19 @@ MIXERS = [
         "mixers/test_states.py::test_pieces_give_the_output_and_state_of_one_call[mamba2-reference-grad-[2, 1, 0, 6]]",
     ),
     Mutation(
-        "padding: the mask is not applied to the decay", "mixers/core/delta_mixer.py",
+        "padding: the mask is not applied to the decay", "mixers/core/sequences.py",
         'changed["log_decay"] = masked(per_token)', 'changed["log_decay"] = per_token',
         "test", "mixers/test_states.py::test_padded_rows_equal_unpadded_rows[mamba2-reference-right]",
+    ),
+    Mutation(
+        "drafts: a convolution keeps the inputs of rejected tokens", "backends/ops/conv_history.py",
+        "index_BP = accepted[:, None] +", "index_BP = 0 * accepted[:, None] + x.shape[1] +",
+        "test", "mixers/test_matrix.py::test_mixer_has_property[gated_deltanet-verify]",
+    ),
+    Mutation(
+        "drafts: a draft after a rejected one stands", "blocks/generation/speculation.py",
+        "== tokens_BT[:, 1:]).cumprod(1).sum(1)", "== tokens_BT[:, 1:]).sum(1)",
+        "test", "blocks/test_speculation.py::test_drafts_stand_up_to_the_first_that_was_not_chosen",
     ),
     Mutation(
         "output gate: a sigmoid instead of SiLU", "backends/ops/rms_norm.py",

@@ -73,28 +73,28 @@ class FusedDecodeStep(NamedTuple):
         """Decays of a token: HV, or HV K with a decay per channel."""
         return self.HV * (self.K if self.spec.decay == "channel" else 1)
 
-    def operands(self, B: int, S: int, inputs: "FusedDecodeInputs") -> dict[str, tuple[int, ...]]:
-        """Return the shape of every operand.
+    def operands(self, B: int, S: int, inputs: "FusedDecodeInputs", T: int = 1) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every operand, for T tokens per row.
 
         `inputs` determines which of the optional biases and skip exist, and whether norm_weight is [V] or [HV V].
 
         Args: B: batch rows. S: rows of the states.
         """
         C, W, HV = self.channels, self.taps, self.HV
-        shapes: dict[str, tuple[int, ...]] = {"qkv": (B, 1, C)}
+        shapes: dict[str, tuple[int, ...]] = {"qkv": (B, T, C)}
         if W:
             shapes |= {"weight": (C, W), "history": (S, W - 1, C)}
         if W and inputs.bias is not None:
             shapes["bias"] = (C,)
         if self.spec.beta in ("head", "separate"):
-            shapes["beta"] = (B, 1, self.spec.householders * HV)
+            shapes["beta"] = (B, T, self.spec.householders * HV)
         if self.spec.beta == "channel":
             n = self.spec.householders
-            shapes |= {"erase": (B, 1, n * HV * self.K), "write": (B, 1, n * HV * self.V)}
+            shapes |= {"erase": (B, T, n * HV * self.K), "write": (B, T, n * HV * self.V)}
         if self.spec.decay == "fixed":
             shapes["log_decay"] = (HV,)
         elif self.spec.decay in ("head", "channel"):
-            shapes["decay"] = (B, 1, self.decays)
+            shapes["decay"] = (B, T, self.decays)
             if self.temperature is None:
                 shapes |= {"A_log": (HV,), "dt_bias": (self.decays,)}
         if self.spec.beta == "separate":
@@ -107,12 +107,14 @@ class FusedDecodeStep(NamedTuple):
             if inputs.norm_bias is not None:
                 shapes["norm_bias"] = shapes["norm_weight"]
         if self.gate:
-            shapes["gate"] = (B, 1, HV * self.V)
+            shapes["gate"] = (B, T, HV * self.V)
         return shapes
 
 
 class FusedDecodeInputs(NamedTuple):
     """The operands of a fused decode step; None for an operand that the step does not have.
+
+    With drafted tokens, T of them in place of 1.
 
     Args:
         qkv: [B, 1, C], with C = H K + n H K + n HV V.

@@ -17,7 +17,7 @@ from deltazoo.backends.triton.chunk.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.conv import op as conv
 from deltazoo.backends.triton.conv.wide_op import wide_conv
-from deltazoo.backends.triton.decode import fused
+from deltazoo.backends.triton.decode import fused, fused_verify
 from deltazoo.backends.triton.decode.op import begin_step, commit_, decode_operands, step_, verify
 from deltazoo.backends.triton.element.op import element_step_, element_update
 from deltazoo.backends.triton.element.show import explain_element
@@ -164,6 +164,14 @@ class TritonBackend(Backend):
         refuse_forward_mode(self.name, (*inputs, states))
         with torch.no_grad():
             return fused.fused_decode_step_(step, inputs, states, slots, self.config)
+
+    def fused_verify_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
+        return fused_verify.unsupported(step)
+
+    def fused_verify_(self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor) -> tuple[Tensor, Draft]:
+        refuse_forward_mode(self.name, (*inputs, states))
+        with torch.no_grad():
+            return fused_verify.fused_verify(step, inputs, states)
 
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         reasons = self._tensors_unsupported(meta.device, meta.dtype, self._interpreted, self._installed)

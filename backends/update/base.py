@@ -242,6 +242,19 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"backend {self.name!r} supports fused decode steps but does not implement them")
 
+    def fused_verify_unsupported(self, step: FusedDecodeStep, dtype: torch.dtype) -> list[str]:
+        """Return the reasons not to compute drafted tokens of a step by `fused_verify_`; [] means that it does."""
+        return ["it does not fuse the operations of drafted tokens."]
+
+    def fused_verify_(self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor) -> tuple[Tensor, Draft]:
+        """Decode drafted tokens without gradients, as `FusedDecodeStep` specifies; history and states do not change.
+
+        Called only if `fused_verify_unsupported` returns no reasons. The inputs have been checked.
+
+        Returns: o [B, T, HV, V], and the draft for `commit_`.
+        """
+        raise NotImplementedError(f"backend {self.name!r} supports fused drafts but does not implement them")
+
     def short_conv_unsupported(self, meta: ConvMeta) -> list[str]:
         """Return the reasons not to compute a short convolution with a kernel; [] means that `short_conv` has one.
 

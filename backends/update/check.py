@@ -120,14 +120,19 @@ def check_commit(spec: UpdateSpec, draft: Draft, states: Tensor, slots: Tensor |
             raise DeviceError(f"{name} must be on {inputs.q.device}, where the operands are, got {tensor.device}")
 
 
-def check_fused_decode(step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None) -> None:
-    """Raise unless operands, `states` and `slots` match a fused decode step; slot values are checked on the CPU."""
+def check_fused_decode(
+    step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor, slots: Tensor | None, tokens: int | None = 1
+) -> None:
+    """Raise unless operands, `states` and `slots` match a fused decode step; slot values are checked on the CPU.
+
+    Args: tokens: number of tokens per row; None: any.
+    """
     _check_sizes(step)
     if not isinstance(inputs.qkv, Tensor) or inputs.qkv.dim() != 3:
         got = list(inputs.qkv.shape) if isinstance(inputs.qkv, Tensor) else type(inputs.qkv).__name__
         raise ShapeError(f"qkv must be a tensor of shape [B, 1, {step.channels}], got {got}")
     _check_states(states, slots, inputs.qkv, (step.HV, step.K, step.V))
-    shapes = step.operands(inputs.qkv.shape[0], states.shape[0], inputs)
+    shapes = step.operands(inputs.qkv.shape[0], states.shape[0], inputs, tokens or inputs.qkv.shape[1])
     _check_presence("step", step, inputs, shapes)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor is None:

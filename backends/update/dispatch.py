@@ -137,6 +137,10 @@ class BoundUpdate:
             type(backend).fused_decode_step_ is not Backend.fused_decode_step_ for backend in self.candidates(device)
         )
 
+    def has_decode_kernels(self, meta: UpdateMeta) -> bool:
+        """Return whether the chosen backend decodes by kernels: it then implements fused steps, of other specs too."""
+        return type(self.backend_for(meta)).fused_decode_step_ is not Backend.fused_decode_step_
+
     def can_fuse_decode(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
         """Return whether the chosen backend computes this decode step in one kernel. Args: dtype: of `qkv`."""
         return not self._fused_decode_backend(step, device, dtype)[1]
@@ -161,6 +165,20 @@ class BoundUpdate:
             raise UnsupportedError(f"backend {backend.name!r} cannot fuse this decode step: {' '.join(reasons)}")
         record_call(backend.name, "fused step")
         return backend.fused_decode_step_(step, inputs, states, slots)
+
+    def can_fuse_verify(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
+        """Return whether the chosen backend computes drafted tokens of this step. Args: dtype: of `qkv`."""
+        return not self._fused_decode_backend(step, device, dtype)[0].fused_verify_unsupported(step, dtype)
+
+    def fused_verify_(self, step: FusedDecodeStep, inputs: FusedDecodeInputs, states: Tensor) -> tuple[Tensor, Draft]:
+        """Decode drafted tokens from the projections of a mixer to the input of its output projection.
+
+        Only if `can_fuse_verify`. `inputs.history` and `states` [B, HV, K, V] do not change. Returns: as `verify_`.
+        """
+        check_fused_decode(step, inputs, states, None, tokens=None)
+        backend = self._fused_decode_backend(step, device_type(inputs.qkv), inputs.qkv.dtype)[0]
+        record_call(backend.name, "fused verify")
+        return backend.fused_verify_(step, inputs, states)
 
     def for_spec(self, spec: UpdateSpec) -> "BoundUpdate":
         """Bind another spec to the same candidates. A refusal is reported when the result is called."""

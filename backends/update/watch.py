@@ -15,8 +15,8 @@ class RunRecord(NamedTuple):
 
     Args:
         backend: name of the backend; "torch" for an operator in plain torch.
-        name: "update", "step", "verify", "commit", "fused step", or the operator beside the update, such as
-            "short conv", for a call; the kernel's name for a launch.
+        name: "update", "step", "verify", "commit", "fused step", "fused verify", or the operator beside the update,
+            such as "short conv", for a call; the kernel's name for a launch.
         programs, warps: the launch's grid size and warps per program; 0 for a call.
         reason: why plain torch computes the operator; "" for a kernel.
     """

@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +22,9 @@ from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.interface import StackState, TokenModel, check_model
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import overwrite_, rollback_, snapshot
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Decoder:
@@ -45,15 +48,21 @@ class Decoder:
         with torch.no_grad():
             self.state: StackState = model.init_state(batch, capacity)
         self.compile = compile
-        self._layers, self._held = None, list[object]()
+        self.layers, self._held = None, list[object]()
         if compile and model.device.type == "cuda":
-            self._layers = CompiledLayers(model, functools.partial(_compile_and_hold, self._held))
-        self._step = _compiled_step(model.device) if compile and self._layers is None else _step
+            self.layers = CompiledLayers(model, functools.partial(_compile_and_hold, self._held))
+        self._step = compiled_step(_step, model.device) if compile and self.layers is None else _step
         self._layout = _layout(model)
         self._replay: Call | None = None
         self.steps = 0  # number of calls of `step`
         self.prompts: PromptGraphs | None = None  # only of a kept decoder, whose model is compared before each call
         self.sampler = Sampler(self.tokens, self.logits)
+        self.speculators: dict[int, Any] = {}  # by the number of drafted tokens
+
+    @property
+    def captured(self) -> bool:
+        """Whether `step` replays a CUDA graph."""
+        return self._replay is not None
 
     @property
     def model(self) -> TokenModel:
@@ -112,7 +121,7 @@ class Decoder:
             self._run()
 
     def _run(self) -> None:
-        with nullcontext() if self._layers is None else self._layers.active():
+        with nullcontext() if self.layers is None else self.layers.active():
             self._step(self.model, self.tokens, self.state, self.logits)
 
     @torch.no_grad()
@@ -144,8 +153,8 @@ def _step(model: TokenModel, tokens_B1: Tensor, state: StackState, logits_BL: Te
     logits_BL.copy_(logits_B1L[:, 0])
 
 
-def _compiled_step(device: torch.device) -> Callable[[TokenModel, Tensor, StackState, Tensor], None]:
-    """Compile a copy of the step as one graph.
+def compiled_step(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
+    """Compile a copy of a function as one graph, for calls with tensors of the same layout.
 
     On a CPU a step of a small model is mostly overhead of the host. Two options avoid it: Inductor calls its kernels
     from C++, and Dynamo checks no guards. Nothing needs them: a decoder calls its own copy of the step with the same
@@ -154,9 +163,9 @@ def _compiled_step(device: torch.device) -> Callable[[TokenModel, Tensor, StackS
     with both.
     """
     if device.type != "cpu":
-        return compiled_call(_step, dynamic=False)
+        return compiled_call(function, dynamic=False)
     options: dict[str, Any] = {"cpp_wrapper": True, "guard_filter_fn": lambda guards: [False] * len(guards)}
-    return compiled_call(_step, dynamic=False, options=options)
+    return compiled_call(function, dynamic=False, options=options)
 
 
 def _compile_and_hold(held: list[object], graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., object]:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.backends.update.check import check_type
+from deltazoo.backends.update.check import check_integer, check_type
 from deltazoo.blocks.generation.decoder import Decoder
 from deltazoo.blocks.generation.kept import borrowed_decoder
 from deltazoo.blocks.generation.sampler import Fetch, Rows
 from deltazoo.blocks.generation.sampling import Sampling
+from deltazoo.blocks.generation.speculation import Chosen, Speculator
 from deltazoo.blocks.model.interface import TokenModel, check_model
 
 # Marks the columns after the end of a row that has stopped while other rows continue; not a token.
@@ -30,6 +31,7 @@ def generate_tokens(
     prompt: Prompt,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
+    speculate: int = 0,
 ) -> Tensor:
     """Generate continuations of prompts.
 
@@ -41,11 +43,15 @@ def generate_tokens(
         prompt: [B, T] int64 with T >= 1; or B prompts [T_b] of different lengths, which do not affect each other.
         sampling: None: the defaults of `Sampling`.
         generator: draws a seed in place of `sampling.seed`.
+        speculate: number of tokens that each step drafts by prompt lookup (`deltazoo.blocks.generation.speculation`)
+            and verifies with the next one in one pass; 0: none. The tokens are those of decoding without drafts, up to
+            rounding of the logits. It pays for one or a few rows whose continuations repeat parts of their texts. A
+            `Decoder` needs a capacity of as many tokens more.
     Returns: the new tokens, [B, n] int64 with n <= max_tokens; -1 after the end of a row that stopped.
     Raises: InputError or a subclass; ValueRangeError: a weight is NaN, so that the logits of the prompt are not finite;
         StateError: the capacity of the decoder is too small.
     """
-    request = _request(model, prompt, sampling, generator)
+    request = _request(model, prompt, sampling, generator, speculate)
     return torch.stack(list(_columns(model, request, CHUNK)), 1).to(request.rows.tokens.device)
 
 
@@ -54,34 +60,42 @@ def stream(
     prompt: Prompt,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
+    speculate: int = 0,
 ) -> Iterator[Tensor]:
     """Yield the columns [B] of the result of `generate_tokens` as they are sampled; arguments as for `generate_tokens`.
 
     The columns are on the CPU. On CUDA the device is one token ahead, so that it does not wait for the host.
     """
-    return _columns(model, _request(model, prompt, sampling, generator), 1)
+    return _columns(model, _request(model, prompt, sampling, generator, speculate), 1)
 
 
 class _Request(NamedTuple):
-    """The checked arguments of a call. stops: sequences of tokens that end a row."""
+    """The checked arguments of a call. stops: sequences of tokens that end a row; drafted: tokens per step."""
 
     rows: Rows
     sampling: Sampling
     stops: list[tuple[int, ...]]
+    drafted: int
 
 
 def _request(
-    model: "TokenModel | Decoder", prompt: Prompt, sampling: Sampling | None, generator: torch.Generator | None
+    model: "TokenModel | Decoder",
+    prompt: Prompt,
+    sampling: Sampling | None,
+    generator: torch.Generator | None,
+    drafted: int,
 ) -> _Request:
+    check_integer("speculate", drafted, 0)
     check_type("sampling", sampling, Sampling | None, "a Sampling or None")
     check_type("generator", generator, torch.Generator | None, "a torch.Generator or None")
     sampling = sampling or Sampling()
     tokens_BT, mask_BT = _pad_left(prompt)
     T = tokens_BT.shape[1]
     if isinstance(model, Decoder):
-        if T + sampling.max_tokens - 1 > model.capacity:  # the last token is not read
+        if T + sampling.max_tokens - 1 + drafted > model.capacity:  # the last token is not read
+            drafts = f" and {drafted} drafted ones" if drafted else ""
             raise StateError(
-                f"a decoder of capacity {model.capacity} is too small for {T} + {sampling.max_tokens} tokens"
+                f"a decoder of capacity {model.capacity} is too small for {T} + {sampling.max_tokens} tokens{drafts}"
             )
         model = model.model
     check_model(model)
@@ -90,16 +104,67 @@ def _request(
     if generator is not None or seed is None:
         device = "cpu" if generator is None else generator.device
         seed = int(torch.randint(2**63 - 1, (), generator=generator, device=device))
-    return _Request(Rows.of(tokens_BT, mask_BT, seed), sampling, stops)
+    return _Request(Rows.of(tokens_BT, mask_BT, seed), sampling, stops, drafted)
 
 
 def _columns(model: "TokenModel | Decoder", request: _Request, chunk: int) -> Iterator[Tensor]:
     tokens, limit = request.rows.tokens, request.sampling.max_tokens
+    decode = _decode_with_drafts if request.drafted else _decode
     if isinstance(model, Decoder):
-        yield from _decode(model, request, chunk)
+        yield from decode(model, request, chunk)
         return
-    with borrowed_decoder(model, tokens.shape[0], tokens.shape[1] + limit, limit) as kept:
-        yield from _decode(kept.decoder, request, chunk)
+    with borrowed_decoder(model, tokens.shape[0], tokens.shape[1] + limit + request.drafted, limit) as kept:
+        yield from decode(kept.decoder, request, chunk)
+
+
+def _prefill(decoder: Decoder, request: _Request) -> None:
+    """Read the prompts, and start the sampler. Raises: ValueRangeError: the logits are not finite."""
+    rows = request.rows
+    decoder.prefill(rows.tokens, rows.mask)
+    if not bool(decoder.logits[: len(rows.tokens)].isfinite().all()):
+        raise ValueRangeError("the logits of the prompt must be finite, got NaN or inf: check the model's weights")
+    decoder.sampler.begin(request.sampling, rows)
+
+
+def _decode_with_drafts(decoder: Decoder, request: _Request, chunk: int) -> Iterator[Tensor]:
+    """Decode with a `Speculator`, and yield a column as soon as every row has its token.
+
+    As in `_decode`, two pieces of passes are in flight on CUDA, unless the passes in flight may be enough.
+    """
+    rows, limit, sampler = request.rows, request.sampling.max_tokens, decoder.sampler
+    _prefill(decoder, request)
+    stops = _Stops(request.stops, len(rows.tokens))
+    sampler.draw()
+    (first_B,) = sampler.fetch(1).wait()
+    yield stops.mark(first_B)
+    speculator = decoder.speculators.get(request.drafted)
+    if speculator is None:
+        speculator = decoder.speculators[request.drafted] = Speculator(decoder, request.drafted)
+    speculator.begin(request.sampling, rows, decoder.tokens[:, 0])
+    pieces, chunk = (2, chunk) if sampler.asynchronous else (1, 1)
+    in_flight: deque[tuple[Chosen, int]] = deque()
+    new: list[list[int]] = [[] for _ in rows.tokens]
+    done = 1
+    while done < limit and not stops.all_stopped:
+        most = request.drafted + 1
+        while len(in_flight) < pieces:
+            missing = limit - min(map(len, new)) - done - most * sum(passes for _, passes in in_flight)
+            count = min(chunk, -(-missing // most), speculator.until_wrap)
+            if count < 1:
+                break
+            for _ in range(count):
+                speculator.step()
+            in_flight.append((speculator.fetch(count), count))
+        for tokens_of_rows in in_flight.popleft()[0].wait():
+            for row, tokens in zip(new, tokens_of_rows, strict=True):
+                row += tokens
+        ready = min(map(len, new))
+        for column in zip(*(row[:ready] for row in new), strict=True):
+            yield stops.mark(torch.tensor(column, device="cpu"))
+            done += 1
+            if stops.all_stopped:
+                return
+        new = [row[ready:] for row in new]
 
 
 def _decode(decoder: Decoder, request: _Request, chunk: int) -> Iterator[Tensor]:
@@ -108,10 +173,7 @@ def _decode(decoder: Decoder, request: _Request, chunk: int) -> Iterator[Tensor]
     After the last stop the device has run up to two pieces too many, whose tokens are dropped.
     """
     rows, limit, sampler = request.rows, request.sampling.max_tokens, decoder.sampler
-    decoder.prefill(rows.tokens, rows.mask)
-    if not bool(decoder.logits[: len(rows.tokens)].isfinite().all()):
-        raise ValueRangeError("the logits of the prompt must be finite, got NaN or inf: check the model's weights")
-    sampler.begin(request.sampling, rows)
+    _prefill(decoder, request)
     stops = _Stops(request.stops, len(rows.tokens))
     pieces, chunk = (2, chunk) if sampler.asynchronous else (1, 1)
     in_flight: deque[Fetch] = deque()

@@ -65,8 +65,9 @@ class Kept:
 
     @property
     def total_bytes(self) -> int:
-        """With the graphs of prompts, which are captured later."""
-        return self.bytes + (0 if self.decoder.prompts is None else self.decoder.prompts.bytes)
+        """With the graphs of prompts and of drafts, which are captured later."""
+        later = [*self.decoder.speculators.values(), *([] if self.decoder.prompts is None else [self.decoder.prompts])]
+        return self.bytes + sum(one.bytes for one in later)
 
 
 _kept: weakref.WeakKeyDictionary[TokenModel, list[Kept]] = weakref.WeakKeyDictionary()

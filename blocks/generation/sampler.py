@@ -93,6 +93,11 @@ class Sampler:
             self._seen_BL[: len(real_BT)] = count_BL.scatter_add_(1, rows.tokens, real_BT) > 0
 
     @property
+    def seen(self) -> Tensor | None:
+        """The tokens of the prompts and continuations, [B, L] bool; None if no sampling had a repetition penalty."""
+        return self._seen_BL
+
+    @property
     def until_wrap(self) -> int:
         """The number of steps before the first slot is used again."""
         return SLOTS - self._steps % SLOTS

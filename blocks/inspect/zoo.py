@@ -3,6 +3,7 @@
 import inspect
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel
 
 from deltazoo.backends.io.markdown_text import wrap_prose
@@ -11,9 +12,15 @@ from deltazoo.backends.update.explain import is_supported
 from deltazoo.blocks.inspect.catalog import MixerEntry, catalog
 from deltazoo.blocks.inspect.show import details
 from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.core.mixer import CommitForm, MixerConfig
 
 WIDTH = 1024
 BACKENDS = ("compile", "reference")
+_COMMITS: dict[CommitForm, str] = {
+    "reread": "the mixer reads them again",
+    "writes": "their writes, computed before, are made",
+    "cache": "appended to the cache",
+}
 
 
 class ZooEntry(BaseModel):
@@ -23,6 +30,7 @@ class ZooEntry(BaseModel):
         about: the summary of the config's docstring.
         state: state bytes per sequence; cache: cache bytes per token; flops: FLOPs per token in the forward pass.
         backends: those of deltazoo that support the update on the CPU.
+        commit_form: how the mixer commits drafted tokens.
         lines: length of the file of the mixer; config_lines: of the class of its config.
     """
 
@@ -36,6 +44,7 @@ class ZooEntry(BaseModel):
     backends: list[str]
     source: str
     oracle: str
+    commit_form: CommitForm
     lines: int
     config_lines: int
 
@@ -78,9 +87,15 @@ def _zoo_entry(entry: MixerEntry) -> ZooEntry:
         backends=[row.backend for row in backends if row.backend in BACKENDS and is_supported(row.reasons)],
         source=config_type.source,
         oracle=config_type.oracle,
+        commit_form=_commit_form(config_type),
         lines=len(Path(inspect.getfile(config_type)).read_text().splitlines()),
         config_lines=len(inspect.getsource(config_type).splitlines()),
     )
+
+
+def _commit_form(config_type: type[MixerConfig]) -> CommitForm:
+    with torch.device("meta"):
+        return config_type().build(WIDTH, backend="reference").commit_form
 
 
 def _section(entry: ZooEntry) -> list[str]:
@@ -97,6 +112,7 @@ def _section(entry: ZooEntry) -> list[str]:
         f"- backends: {', '.join(entry.backends) or 'needs none'}",
         f"- source: {entry.source}",
         f"- oracle: {entry.oracle}",
+        f"- accepted drafts: {_COMMITS[entry.commit_form]}",
         f"- lines: {entry.lines}, of which the config has {entry.config_lines}",
         "",
     ]

@@ -136,7 +136,9 @@ def _traits(value: object) -> object:
     if isinstance(value, Tensor):
         return value.dtype, value.requires_grad, *(size == 1 for size in value.shape[:2])
     if isinstance(value, Context):
-        return tuple(None if field is None else isinstance(field, Tensor) for field in value)
+        return tuple(
+            field if field is None or isinstance(field, bool) else isinstance(field, Tensor) for field in value
+        )
     return value is None
 
 

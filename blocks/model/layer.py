@@ -246,27 +246,35 @@ class Layer(nn.Module):
             return y_BTD
 
         def apply_mlp_step(x_B1D: Tensor, norm: Norm) -> Tensor | None:
-            return mlp.residual_step(x_B1D, norm) if mlp is not None and is_plain(mlp) else None
+            if mlp is None or not is_plain(mlp) or context.losses:
+                return None
+            return mlp.residual_step(x_B1D, norm)
 
         branches: list[Branch] = []
         if self.norm is not None:
             branches.append(Branch(self.norm, mix, mix_step))
         if mlp is not None and self.mlp_norm is not None:
             branches.append(Branch(self.mlp_norm, apply_mlp, apply_mlp_step))
-        x_BTD = self._add_branches(x_BTD, branches)
+        x_BTD = self._add_branches(x_BTD, branches, context.verify)
         return LayerOutput(x_BTD, None if state is None else tuple(states), join_sides(sides))
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""
         return tuple(mixer.init_state(batch, capacity) for mixer in self.mixers)
 
+    def commit_(self, draft: LayerState, state: LayerState, accepted: Tensor) -> None:
+        """Advance the state by the accepted drafted tokens; see `Mixer.commit_`."""
+        for mixer, mixer_draft, mixer_state in zip(self.mixers, draft, state, strict=True):
+            mixer.commit_(mixer_draft, mixer_state, accepted)
+
     def extra_repr(self) -> str:
         return "" if self.norm_position == "pre" else f"norm_position={self.norm_position!r}"
 
-    def _add_branches(self, x_BTD: Tensor, branches: Sequence["Branch"]) -> Tensor:
+    def _add_branches(self, x_BTD: Tensor, branches: Sequence["Branch"], verify: bool) -> Tensor:
+        """Add the branches to x. Args: verify: whether the tokens are drafted, which the kernels of a step take."""
         scale = self.branch_scale
         y_BTD: Tensor | None = None  # output of the branch before, which the norm of the next one adds to x
-        is_token = x_BTD.dim() == 3 and is_known(x_BTD.shape[1] == 1)
+        is_token = x_BTD.dim() == 3 and (verify or is_known(x_BTD.shape[1] == 1))
         is_token = is_token and self.norm_position == "pre" and scale == 1
         has_steps = is_token and runs_by_kernel("products of few rows", refusals(x_BTD))
         for norm, branch, step in branches:

@@ -168,7 +168,7 @@ class DenseMlp(Mlp):
         return self.out(activate(gate_BTF, self.config.activation) * up_BTF)
 
     def _kernel_refusals(self, hidden_BTF: Tensor) -> list[str]:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and torch.compiler.is_compiling():
             return ["without gradients Inductor fuses the activation with neighbouring operations."]
         if not is_plain_linear(self.out) or self.out.bias is not None:
             return ["it needs an output map that is a plain nn.Linear without a bias."]

@@ -10,9 +10,14 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from deltazoo.backends.ops import expert_step
+from deltazoo.backends.ops.expert_step import Experts, Routing, SharedExpert
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.glu_linear import Activation, activate
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import state_dtype, without_autocast
 from deltazoo.blocks.model.mlp import Dense, DenseMlp, HiddenWidth, Mlp, MlpOutput
+from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
 from deltazoo.mixers.core.initialization import drawn_in_float32
 from deltazoo.mixers.core.losses import AuxiliaryLoss
@@ -208,6 +213,31 @@ class MoEMlp(Mlp, Routed):
         if self.shared_gate is not None:
             shared_BTD = self.shared_gate(x_BTD).sigmoid() * shared_BTD
         return MlpOutput(y_BTD + shared_BTD, side)
+
+    def residual_step(self, x_B1D: Tensor, norm: Norm) -> Tensor | None:
+        config, router, shared = self.config, self.router, self.shared
+        experts = Experts(self.to_hidden.weight, self.out.weight, config.activation, config.gated)
+        maps: list[nn.Module] = [] if self.shared_gate is None else [self.shared_gate]
+        of_shared = SharedExpert()
+        if shared is not None:
+            if type(shared) is not DenseMlp or not is_plain(shared):
+                return None
+            maps += [shared.to_hidden, shared.out]
+            gate = None if self.shared_gate is None else self.shared_gate.weight
+            of_shared = SharedExpert(shared.to_hidden.weight, shared.out.weight, gate)
+        parts = {router: ExpertRouter, self.to_hidden: GroupedLinear, self.out: GroupedLinear}
+        if self.to_latent is not None or config.groups > 1 or expert_step.refusals(x_B1D, experts, config.active):
+            return None
+        if not all(type(part) is cls and is_plain(part) for part, cls in parts.items()):
+            return None
+        if not all(reads_weight(module, x_B1D) for module in maps):
+            return None
+        if any(weight.dtype != x_B1D.dtype for weight in (router.weight, *experts[:2])):
+            return None
+        routing = Routing(
+            router.weight, router.bias, config.active, config.scores == "sigmoid", config.normalize, config.scale
+        )
+        return expert_step.add_experts(x_B1D, norm, routing, experts, of_shared)
 
     def _activate(self, hidden_AF: Tensor) -> Tensor:
         if not self.config.gated:

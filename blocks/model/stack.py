@@ -218,11 +218,37 @@ class LanguageModel(nn.Module):
         """
         return self.stack.init_state(batch, capacity)
 
+    def verify(self, tokens_BT: Tensor, state: StackState) -> tuple[Tensor, StackState]:
+        """Read drafted tokens in one pass, for speculative decoding. Then call `commit_`, before any other call.
+
+        Args:
+            tokens_BT: [B, T] int64: the last sampled token of each row, and T - 1 drafted ones.
+            state: from `init_state` or an earlier call. A capacity must have slots for rejected tokens, too.
+        Returns: logits [B, T, L], those of T calls with one token each; the draft for `commit_`.
+        Raises: as `forward`; OperandError: gradients are enabled.
+        """
+        logits_BTL, draft = self(tokens_BT, state, Context(verify=True))
+        return logits_BTL, draft
+
+    def commit_(self, draft: StackState, state: StackState, accepted: Tensor) -> None:
+        """Advance the state in place by the first `accepted` tokens of each row, as if only they had been read.
+
+        Args:
+            draft, state: what `verify` returned and received.
+            accepted: [B] int32 on the device of the model, from 0 to T; rejected tokens have no effect.
+        """
+        for layer, layer_draft, layer_state in zip(self.stack.layers, draft.layers, state.layers, strict=True):
+            layer.commit_(layer_draft, layer_state, accepted)
+
     def generate(
-        self, prompt: Prompt, sampling: Sampling | None = None, generator: torch.Generator | None = None
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        generator: torch.Generator | None = None,
+        speculate: int = 0,
     ) -> Tensor:
         """Continue prompts of tokens; see `deltazoo.blocks.generate_tokens`. Returns: the new tokens, [B, n] int64."""
-        return generate_tokens(self, prompt, sampling, generator)
+        return generate_tokens(self, prompt, sampling, generator, speculate)
 
     def save_pretrained(
         self,

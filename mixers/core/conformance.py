@@ -134,6 +134,33 @@ def rolls_back(subject: Subject) -> float:
 
 
 @torch.no_grad()
+def verifies(subject: Subject) -> float:
+    """Outputs of drafted and later tokens equal those of one call; each row accepts some tokens, or none.
+
+    Steps with drafts follow each other and steps without; each row is thus at another token.
+    """
+    mixer, x = subject.mixer(), subject.x()
+    expected, state = mixer(x)[0], mixer(x[:, :1], mixer.init_state(2, CAPACITY)).state
+    rows, seen = torch.arange(2)[:, None], torch.ones(2, dtype=torch.int64)
+    values, references = [], []
+    for accepted in ((3, 0), (1, 3), None, (0, 2), (2, 1), None, (3, 3), (0, 0), None, None):
+        T = 1 if accepted is None else 3
+        index = seen[:, None] + torch.arange(T)
+        count = torch.tensor([1, 1] if accepted is None else accepted)
+        is_accepted = torch.arange(T) < count[:, None]
+        tokens = torch.where(is_accepted[..., None], x[rows, index], -x[rows, index].flip(0))
+        y, new, _ = mixer(tokens, state, Context(verify=accepted is not None))
+        if accepted is None:
+            state = new
+        else:
+            mixer.commit_(new, state, count.int())
+        values.append(y[is_accepted])
+        references.append(expected[rows, index][is_accepted])
+        seen += count
+    return relative_error(torch.cat(values), torch.cat(references))
+
+
+@torch.no_grad()
 def initialises(subject: Subject) -> float:
     """After the meta device and `to_empty`, `init_weights` draws bitwise the weights of an ordinary build.
 
@@ -165,6 +192,7 @@ PROPERTIES: dict[str, tuple[Callable[[Subject], float], float]] = {
     "fullgraph": (is_one_graph, EXACT),
     "export": (exports, EXACT),
     "rollback": (rolls_back, EXACT),
+    "verify": (verifies, EXACT),
     "init_weights": (initialises, EXACT),
 }
 

@@ -14,9 +14,21 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.gemv import Norm
+from deltazoo.backends.ops.rms_norm import rms_norm
+from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.update.base import Draft
+from deltazoo.backends.update.dispatch import BoundUpdate
 from deltazoo.mixers.core.decode_maps import apply_maps
 from deltazoo.mixers.core.part import Fusible, StatelessOutputPart
+
+
+class FusedDrafts(NamedTuple):
+    """Result of drafted tokens: o [B, T, HV, V], the inputs of the convolution [B, T, C], and the update's draft."""
+
+    o: Tensor
+    qkv: Tensor
+    draft: Draft
 
 
 class DecodeFusion(NamedTuple):
@@ -25,6 +37,24 @@ class DecodeFusion(NamedTuple):
     step: FusedDecodeStep
     fused_parts: dict[str, Fusible]
     remaining: list[StatelessOutputPart]
+
+    def read_drafts(
+        self, bound: BoundUpdate, x_BTD: Tensor, history: Tensor | None, states: Tensor, norm: Norm | None
+    ) -> FusedDrafts | None:
+        """Read drafted tokens without a change of the states. Return None if the backend does not fuse them.
+
+        Args: x_BTD: input of the mixer, before `norm` if it is given; history: state of the convolution.
+        """
+        has_skip = any("skip" in part.fused_parameters(x_BTD) for part in self.fused_parts.values())
+        if has_skip or not bound.can_fuse_verify(self.step, device_type(x_BTD), linear_output_dtype(x_BTD)):
+            return None
+        inputs = self.inputs(x_BTD, history, norm)
+        o, draft = bound.fused_verify_(self.step, inputs, states)
+        if self.remaining and norm is not None:
+            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
+        for part in self.remaining:
+            o = part.transform(o, x_BTD)
+        return FusedDrafts(o, inputs.qkv, draft)
 
     def inputs(self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None = None) -> FusedDecodeInputs:
         """Compute the operands of the step.

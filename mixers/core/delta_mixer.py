@@ -4,7 +4,7 @@ B batch, T time, D width, HV value heads, K key width, V value width, N sequence
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from einops import rearrange
@@ -26,7 +26,7 @@ from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
-from deltazoo.mixers.core.mixer import Context, Mixer, MixerOutput
+from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
     HasBackend,
@@ -35,9 +35,11 @@ from deltazoo.mixers.core.part import (
     OutputArguments,
     OutputPart,
     Parts,
-    ResizesHeads,
     Stateful,
     StatelessOutputPart,
+    TokenProjection,
+    call_stateful,
+    commit_part_,
     init_normal,
     project_jointly,
     run_part,
@@ -48,6 +50,7 @@ from deltazoo.mixers.core.sequences import (
     check_shapes,
     check_state,
     left_align,
+    mask_padding,
     undo_left_align,
 )
 from deltazoo.mixers.core.side import side_outputs
@@ -93,9 +96,15 @@ class Update(nn.Module, HasBackend):
         _, _, HV, K, V, _ = self.shape
         return like.new_zeros(batch, HV, K, V, dtype=state_dtype(like.dtype))
 
-    def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return o [B, T, HV, V] and the new state. A single token without gradients updates the state in place."""
+    def forward(self, inputs: UpdateInputs, state: Tensor | None, context: Context) -> tuple[Tensor, Any]:
+        """Return o [B, T, HV, V] and the new state. A single token without gradients updates the state in place.
+
+        For drafted tokens return o and the `Draft`.
+        """
         bound = self.bound
+        if context.verify and state is not None:
+            o, draft = bound.verify_(inputs, state)
+            return o, draft
         if context.parallel is not None:
             out = carried_update(bound, inputs._replace(state=state), context.parallel)
             if state is None:
@@ -124,6 +133,8 @@ class DeltaMixer(Mixer):
     State: one tensor per part with a state, by the part's name; "NAME.update" is S [B, HV, K, V].
     """
 
+    commit_form: ClassVar[CommitForm] = "writes"
+
     def __init__(
         self,
         shape: HeadShape,
@@ -137,7 +148,7 @@ class DeltaMixer(Mixer):
         self.width = shape.width
         self.project = parts.projection
         self.operands = nn.ModuleDict(parts.operands)
-        self.update = Update(spec, _update_shape(shape, parts), backend)
+        self.update = Update(spec, parts.update_shape(shape), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.direct, self.shared = parts.skip, parts.shared
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
@@ -166,12 +177,20 @@ class DeltaMixer(Mixer):
     ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         old: Mapping[str, Tensor] = {} if state is None else state
-        new: dict[str, Tensor | None] = {}
-        if state is not None:
+        new: dict[str, Any] = {}
+        if context.verify and state is not None:
             self._check_state(state, x_BTD, context)
-            fused_o = self._fused_step_(x_BTD, state, context, None)
-            if fused_o is not None:
-                return MixerOutput(self._project_out(fused_o, x_BTD, order), state)
+            fused = self._fused_drafts(x_BTD, state, None)
+            if fused is not None:
+                return MixerOutput(self._project_out(fused[0], x_BTD, order), fused[1])
+        elif state is not None:
+            self._check_state(state, x_BTD, context)
+            stepped = self._fused_step_(x_BTD, state, context, None)
+            if stepped is not None:
+                o, remaining = stepped
+                for output_part in remaining:
+                    o = output_part.transform(o, x_BTD)
+                return MixerOutput(self._project_out(o, x_BTD, order), state)
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
@@ -193,7 +212,7 @@ class DeltaMixer(Mixer):
                     o = o_of_both
                     parts.pop(0)
                     continue
-            o, new[name] = call_part(part, o, arguments, old.get(name), context)
+            o, new[name] = call_stateful(part, o, arguments, old.get(name), context=context)
         y_BTD = self._project_out(o, x_BTD, order)
         intermediates: Mapping[str, Tensor] = context.intermediates or {}
         side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
@@ -240,8 +259,39 @@ class DeltaMixer(Mixer):
             return None
         x_B1D, context, _ = left_align(x, self.width, context, self.out.weight)
         self._check_state(state, x_B1D, context)
-        o = self._fused_step_(x_B1D, state, context, norm)
-        return None if o is None else MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight), state)
+        if context.verify:
+            fused = self._fused_drafts(x_B1D, state, norm)
+            if fused is None:
+                return None
+            return MixerOutput(add_product(x_B1D, fused[0].flatten(2), self.out.weight), fused[1])
+        if isinstance(self.project, TokenProjection):
+            return self._decode_token_(self.project, x_B1D, norm, state, context)
+        stepped = self._fused_step_(x_B1D, state, context, norm)
+        if stepped is None:
+            return None
+        o, remaining = stepped
+        output_norm = remaining[-1].norm_of_all() if remaining else None
+        if output_norm is not None:
+            remaining.pop()
+        normed_B1D = rms_norm(x_B1D, norm.weight, norm.eps) if remaining else x_B1D
+        for part in remaining:
+            o = part.transform(o, normed_B1D)
+        return MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight, output_norm), state)
+
+    def _decode_token_(
+        self, project: TokenProjection, x_B1D: Tensor, norm: Norm, state: Mapping[str, Tensor], context: Context
+    ) -> MixerOutput | None:
+        if context.mask is not None or context.cu_seqlens is not None or not is_plain(self.update) or self.operands:
+            return None
+        if not self.update.bound.has_decode_kernels(self.update.meta(device_type(x_B1D), x_B1D.dtype)):
+            return None
+        states = state["project"], state[self.update_key]
+        decoded = project.decode_token_(x_B1D, norm, states, dict(self.outputs.items()), context)
+        if decoded is None:
+            return None
+        o_B1C, intermediates = decoded
+        side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
+        return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state, side)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)
@@ -251,10 +301,11 @@ class DeltaMixer(Mixer):
 
     def _fused_step_(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], context: Context, norm: Norm | None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor, list[StatelessOutputPart]] | None:
         """Decode one token per row by one kernel, in place. Return None if the call, parts or backend do not fuse.
 
         Args: norm: of x, not yet applied; None: there is none.
+        Returns: o [B, 1, HV, V], and the output parts that are not in the kernel.
         """
         if context.mask is not None or context.cu_seqlens is not None or x_BTD.shape[1] != 1:
             return None
@@ -263,12 +314,26 @@ class DeltaMixer(Mixer):
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
         inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        o = bound.fused_decode_step_(fusion.step, inputs, state[self.update_key])
-        if fusion.remaining and norm is not None:
-            x_BTD = rms_norm(x_BTD, norm.weight, norm.eps)
-        for part in fusion.remaining:
-            o = part.transform(o, x_BTD)
-        return o
+        return bound.fused_decode_step_(fusion.step, inputs, state[self.update_key]), fusion.remaining
+
+    def _fused_drafts(
+        self, x_BTD: Tensor, state: Mapping[str, Tensor], norm: Norm | None
+    ) -> tuple[Tensor, NamedTensors] | None:
+        """Read drafted tokens by few kernels. Return o and the draft, or None if parts or backend do not fuse."""
+        bound, update = self.update.bound, state[self.update_key]
+        fusion = self.decode_fusion() if bound.may_fuse_decode(device_type(x_BTD)) else None
+        read = None if fusion is None else fusion.read_drafts(bound, x_BTD, state.get("project"), update, norm)
+        if read is None:
+            return None
+        return read.o, NamedTensors({name: read.draft if name == self.update_key else read.qkv for name in state})
+
+    def commit_(self, draft: Mapping[str, Any], state: Mapping[str, Tensor], accepted: Tensor) -> None:
+        with torch.no_grad():
+            for name, part in self._parts().items():
+                if name == "update":
+                    self.update.bound.commit_(draft[self.update_key], state[self.update_key], None, accepted)
+                elif name in state:
+                    commit_part_(part, draft[name], state[name], accepted)
 
     def split_refusal(self) -> str | None:
         parts = [name for name, part in self._parts().items() if isinstance(part, Stateful) and not part.splits]
@@ -326,31 +391,5 @@ def can_group(mixers: Sequence[nn.Module]) -> TypeGuard[Sequence[DeltaMixer]]:
     )
 
 
-def _without_none(tensors: Mapping[str, Tensor | None]) -> NamedTensors:
+def _without_none(tensors: Mapping[str, Any]) -> NamedTensors:
     return NamedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
-
-
-def mask_padding(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
-    """Make the update the identity at padded tokens: no decay, no erase, no write."""
-
-    def masked(tensor: Tensor) -> Tensor:
-        return torch.where(mask_BT.view(*mask_BT.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
-
-    changed = {"k": masked(inputs.k)}
-    if inputs.log_decay is not None:
-        constant = inputs.log_decay.dim() < 3
-        per_token = inputs.log_decay.expand(*mask_BT.shape, *inputs.log_decay.shape) if constant else inputs.log_decay
-        changed["log_decay"] = masked(per_token)
-    for name in ("b", "step"):
-        operand = getattr(inputs, name)
-        if operand is not None:
-            changed[name] = masked(operand)
-    return UpdateInputs(**{**inputs._asdict(), **changed})
-
-
-def _update_shape(shape: HeadShape, parts: Parts) -> HeadShape:
-    """Sizes of the update, after the operand parts that change them."""
-    for part in parts.operands.values():
-        if isinstance(part, ResizesHeads):
-            shape = part.resize_heads(shape)
-    return shape

@@ -5,15 +5,15 @@ B batch, T time, D width, N packed sequences
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import _register_namedtuple
+from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
 
 from deltazoo.backends.context_parallel.exchange import document_bounds, gather_line, take_local
 from deltazoo.backends.context_parallel.plan import ContextPlan
-from deltazoo.backends.io.errors import UnsupportedError
+from deltazoo.backends.io.errors import OperandError, UnsupportedError
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
@@ -55,6 +55,8 @@ class Context(NamedTuple):
     intermediates: tensors that earlier parts of the same mixer returned, by name.
     parallel: the plan of context parallelism: x holds this rank's tokens, cu_seqlens the bounds of its segments, and
         states have a row for each document, equal on all ranks.
+    verify: whether the tokens are drafted ones. A mixer then leaves its state as it was before them, and returns in
+        place of the new state what `Mixer.commit_` needs.
     """
 
     cu_seqlens: Tensor | None = None
@@ -64,6 +66,7 @@ class Context(NamedTuple):
     losses: bool = False
     intermediates: NamedTensors | None = None
     parallel: ContextPlan | None = None
+    verify: bool = False
 
     def intermediate(self, name: str) -> Tensor:
         """Return a tensor that an earlier part returned."""
@@ -89,6 +92,18 @@ class Context(NamedTuple):
         if self.values is None or side is None or not side.values:
             return self
         return self._replace(values={**self.values, **side.values})
+
+
+# How a mixer commits accepted tokens: it reads them again, makes the writes that `verify` has computed, or appends them
+# to its cache.
+CommitForm = Literal["reread", "writes", "cache"]
+
+
+class Reread(NamedTuple):
+    """Drafted tokens that `Mixer.commit_` reads again: the mixer's input x [B, T, D] and its context."""
+
+    x: Tensor
+    context: Context
 
 
 class MixerOutput(NamedTuple):
@@ -120,7 +135,12 @@ class Mixer(nn.Module, ABC):
     `reset_parameters()`, which their constructor calls last; see `init_weights`.
 
     A mixer that computes tokens split over ranks (`Context.parallel`) returns None from `split_refusal`.
+
+    Class attribute: `commit_form`, how the mixer commits drafted tokens. `forward` and `commit_` of a mixer with
+    another form than "reread" compute them (`Context.verify`).
     """
+
+    commit_form: ClassVar[CommitForm] = "reread"
 
     def split_refusal(self) -> str | None:
         """Return why the mixer cannot split sequences over ranks, as a clause after its name; None: it can."""
@@ -165,6 +185,33 @@ class Mixer(nn.Module, ABC):
         y, new_state, side = self(gather_line(x, plan), state, whole)
         return MixerOutput(take_local(y, plan), new_state, side)
 
+    def commit_(self, draft: Any, state: State, accepted: Tensor) -> None:
+        """Advance the state in place by the first `accepted` drafted tokens of each row, without gradients.
+
+        The result is the state after a call with these tokens alone.
+
+        Args:
+            draft: what a call with `Context.verify` returned as the state.
+            state: the state that the call received.
+            accepted: [B] int32, from 0 to T.
+        """
+        mask = torch.arange(draft.x.shape[1], device=draft.x.device) < accepted[:, None]
+        with torch.no_grad():
+            new_state = self(draft.x, state, draft.context._replace(mask=mask)).state
+            for old, new in zip(tree_leaves(state), tree_leaves(new_state), strict=True):
+                if new is not old:
+                    old.copy_(new)
+
+    def draft_state(self, state: State) -> State:
+        """Return a state that reads drafted tokens without a change of `state`, for the form "reread"."""
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+
+    def _verify(self, x: Tensor, state: State | None, context: Context) -> MixerOutput:
+        """Read drafted tokens with a copy of the state."""
+        plain = context._replace(verify=False)
+        y, _, side = self(x, self.draft_state(state), plain)
+        return MixerOutput(y, Reread(x, plain), side)
+
     def init_weights(self) -> None:
         """Initialise all parameters and buffers, for example after `torch.device("meta")` and `to_empty`.
 
@@ -177,7 +224,19 @@ class Mixer(nn.Module, ABC):
             record_einops_calls()
         if isinstance(context, Context) and context.parallel is not None and (reason := self.split_refusal()):
             return self._on_all_tokens(x, state, context, context.parallel, reason)
+        if isinstance(context, Context) and context.verify:
+            _check_draft(state, context)
+            if self.commit_form == "reread":
+                return self._verify(x, state, context)
         return MixerOutput(*super().__call__(x, state, context))
+
+
+def _check_draft(state: State | None, context: Context) -> None:
+    """Check the arguments of a call with drafted tokens. Raises: OperandError."""
+    given = [name for name in ("cu_seqlens", "mask", "parallel") if getattr(context, name) is not None]
+    if state is None or given or torch.is_grad_enabled():
+        got = f"context.{given[0]}" if given else "no state" if state is None else "gradients"
+        raise OperandError(f"context.verify needs a state, rows without padding and packs, and no gradients, got {got}")
 
 
 class Cost(NamedTuple):

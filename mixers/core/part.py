@@ -11,9 +11,12 @@ from typing import Any, ClassVar, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
@@ -121,14 +124,21 @@ class StatelessOutputPart(OutputPart):
         """Compute this part and the one that follows by one kernel. Return None if there is none for them."""
         return None
 
+    def norm_of_all(self) -> Norm | None:
+        """Return the RMS norm of all heads together that this part is, for the output map; None: it is another part."""
+        return None
+
 
 class Stateful(ABC):
     """Part with a state: one tensor with the batch in dimension 0.
 
-    Class attribute: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`).
+    Class attributes: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`);
+    `keeps_inputs`, whether the state is that of a `ShortConv` or `TokenShift`, which return their inputs for drafted
+    tokens (`Context.verify`). Other parts read the accepted tokens again.
     """
 
     splits: ClassVar[bool] = False
+    keeps_inputs: ClassVar[bool] = False
 
     @abstractmethod
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
@@ -156,6 +166,23 @@ class Fusible(nn.Module, ABC):
     def fused_parameters(self, x: Tensor) -> dict[str, Tensor]:
         """Return this part's other operands of the fused step by name. Args: x: gives the device and dtype."""
         return {}
+
+
+class TokenProjection(ABC):
+    """Projection that decodes a token up to the output map by kernels of its own, with the update and other parts."""
+
+    @abstractmethod
+    def decode_token_(
+        self, x_B1D: Tensor, norm: Norm, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
+        context: Context,
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
+        """Decode one token per row; the states change in place.
+
+        Args:
+            norm: of x, not yet applied. states: of the projection and of the update, [B, HV, K, V].
+            outputs: the mixer's output parts.
+        Returns: o [B, 1, HV V] and the intermediates; None if the kernels do not compute this call.
+        """
 
 
 class HasBackend(ABC):
@@ -217,6 +244,13 @@ class Parts:
     output_bias: bool = False
     shared: tuple[str, ...] = ()
 
+    def update_shape(self, shape: HeadShape) -> HeadShape:
+        """Return the sizes of the update, after the operand parts that change them."""
+        for part in self.operands.values():
+            if isinstance(part, ResizesHeads):
+                shape = part.resize_heads(shape)
+        return shape
+
     def __post_init__(self) -> None:
         names = ["project", "update", *self.operands, *self.outputs]
         if len(set(names)) < len(names):
@@ -225,8 +259,49 @@ class Parts:
 
 def run_part(part: nn.Module, *arguments: Any, context: Context) -> tuple[UpdateInputs, Tensor | None, Context]:
     """Call a projection or an operand part. Return the operands, the new state, and the context of later parts."""
-    inputs, state, *tensors = call_part(part, *arguments, context)
+    inputs, state, *tensors = call_stateful(part, *arguments, context=context)
     return inputs, state, context.with_intermediates(tensors[0]) if tensors else context
+
+
+class PartDraft(NamedTuple):
+    """Drafted tokens that a part reads again in `commit_part_`: its arguments before the state, and its context."""
+
+    arguments: tuple[Any, ...]
+    context: Context
+
+
+def call_stateful(part: nn.Module, *arguments: Any, context: Context) -> Any:
+    """Call a part with the arguments (..., state, context). With drafted tokens its state does not change.
+
+    What the part returns as the new state is then the draft for `commit_part_`.
+    """
+    *others, state = arguments
+    if not context.verify or state is None or not isinstance(part, Stateful) or part.keeps_inputs:
+        return call_part(part, *arguments, context)
+    plain = context._replace(verify=False)
+    result, _, *tensors = call_part(part, *others, state.clone(), plain)
+    return result, PartDraft(tuple(others), plain), *tensors
+
+
+def commit_part_(part: nn.Module, draft: Any, state: Tensor, accepted: Tensor) -> None:
+    """Advance the state of a part in place by the first `accepted` [B] int32 drafted tokens of each row."""
+    if not isinstance(draft, PartDraft):
+        advance_history_(state, draft, accepted)
+        return
+    x = draft.arguments[0]
+    mask_BT = torch.arange(x.shape[1], device=x.device) < accepted[:, None]
+
+    def masked(tensor: Tensor) -> Tensor:
+        per_token = tensor.dim() > 2 and tensor.shape[:2] == mask_BT.shape
+        return (
+            torch.where(mask_BT.view(*mask_BT.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0) if per_token else tensor
+        )
+
+    arguments, intermediates = tree_map_only(Tensor, masked, (draft.arguments, draft.context.intermediates))
+    context = draft.context._replace(mask=mask_BT, intermediates=intermediates)
+    new_state = call_part(part, *arguments, state, context)[1]
+    if new_state is not state:
+        state.copy_(new_state)
 
 
 def projection(width: int, out: int, rank: int | None = None, bias: bool = False) -> nn.Module:

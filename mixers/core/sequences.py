@@ -14,6 +14,7 @@ from deltazoo.backends.context_parallel.carry import local_sums
 from deltazoo.backends.context_parallel.exchange import states_of_documents
 from deltazoo.backends.io.errors import DeviceError, DtypeError, OperandError, ShapeError, StateError, ValueRangeError
 from deltazoo.backends.torch_ext.modes import values_are_readable
+from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.check import FLOAT_DTYPES
 from deltazoo.backends.update.varlen import packing_problems, sequence_index, valid_sequence_index
 from deltazoo.mixers.core.activations import compute_device
@@ -55,6 +56,24 @@ def left_align(
 def undo_left_align(y_BTD: Tensor, order_BT: Tensor | None) -> Tensor:
     """Restore the order of tokens before `left_align`."""
     return y_BTD if order_BT is None else _permute(y_BTD, order_BT)
+
+
+def mask_padding(inputs: UpdateInputs, mask_BT: Tensor) -> UpdateInputs:
+    """Make the update the identity at padded tokens: no decay, no erase, no write."""
+
+    def masked(tensor: Tensor) -> Tensor:
+        return torch.where(mask_BT.view(*mask_BT.shape, *[1] * (tensor.dim() - 2)), tensor, 0.0)
+
+    changed = {"k": masked(inputs.k)}
+    if inputs.log_decay is not None:
+        constant = inputs.log_decay.dim() < 3
+        per_token = inputs.log_decay.expand(*mask_BT.shape, *inputs.log_decay.shape) if constant else inputs.log_decay
+        changed["log_decay"] = masked(per_token)
+    for name in ("b", "step"):
+        operand = getattr(inputs, name)
+        if operand is not None:
+            changed[name] = masked(operand)
+    return UpdateInputs(**{**inputs._asdict(), **changed})
 
 
 def check_names(state: object, expected: Collection[str]) -> None:

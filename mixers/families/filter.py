@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
@@ -56,6 +57,8 @@ class CachingFilter(ABC):
 class FilterMixer(Mixer, ABC):
     """Mixer made of filters. Its state holds the tensors of all filters: {"filter.tensor": tensor}.
 
+    A subclass whose filters are all convolutions or token shifts has the `commit_form` "cache".
+
     A subclass must create its filters before its other submodules: `init_weights` draws in the order of registration,
     and `filters` is registered here.
     """
@@ -100,6 +103,14 @@ class FilterMixer(Mixer, ABC):
         )
         new.update({f"{name}.{key}": tensor for key, tensor in _named(new_filter_state).items()})
         return y
+
+    def commit_(self, draft: Any, state: Mapping[str, Tensor], accepted: Tensor) -> None:
+        if self.commit_form == "reread":
+            super().commit_(draft, state, accepted)
+            return
+        with torch.no_grad():
+            for name, history in state.items():
+                advance_history_(history, draft[name], accepted)
 
     def forward(
         self, x: Tensor, state: Mapping[str, Tensor] | None = None, context: Context | None = None

@@ -4,12 +4,14 @@ B batch, S slots
 """
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import StateError
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import FilterMixer
 from deltazoo.mixers.parts.attention.caches import KVCache, append_tokens, check_capacity, required_capacity
@@ -27,6 +29,16 @@ class TokenCacheMixer(FilterMixer, ABC):
     State: the tensors of the filters; those of `empty_cache`, [B, S, ...] each, with token p of a row in slot p; the
     number of tokens so far, "seen" [B] int64.
     """
+
+    rewrites_cache: ClassVar[bool] = False  # whether new tokens change the cached tensors of earlier ones
+
+    def draft_state(self, state: NamedTensors) -> NamedTensors:
+        """Return a state with the same cache, whose slots after the last token hold no tokens, and copies of the rest.
+
+        The cache is copied if new tokens change it.
+        """
+        shared = () if self.rewrites_cache else self.empty_cache(0, 1, next(iter(state.values())))
+        return NamedTensors({name: tensor if name in shared else tensor.clone() for name, tensor in state.items()})
 
     @abstractmethod
     def empty_cache(self, batch: int, slots: int, like: Tensor) -> dict[str, Tensor]:

@@ -133,7 +133,10 @@ def _before_segments(x_BTC: Tensor, state: Tensor | None, past: int, context: Co
 
 
 def _next_state(x_BTC: Tensor, state: Tensor | None, before: Tensor | None, context: Context) -> Tensor | None:
-    """Return the last P real inputs of each sequence, for a state [N, P, C]. Args: before: the inputs before x."""
+    """Return the last P real inputs of each sequence, for a state [N, P, C]. Args: before: the inputs before x.
+
+    For drafted tokens return x, from which `commit_part_` takes those of the accepted ones.
+    """
     if state is None:
         return None
     if context.parallel is not None:
@@ -144,6 +147,8 @@ def _next_state(x_BTC: Tensor, state: Tensor | None, before: Tensor | None, cont
         return write_back(state, states_of_documents(last, context.parallel))
     assert before is not None
     T, past = x_BTC.shape[1], state.shape[1]
+    if context.verify:
+        return x_BTC
     before = before.to(x_BTC.dtype)
     if context.mask is None and context.cu_seqlens is None:
         recent = x_BTC[:, max(T - past, 0) :]

@@ -55,7 +55,10 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.scale(), self.eps)
+        scale = self.scale()
+        if scale is not None and self.weight is not None and _has_eager_kernel(self, self.weight, x):
+            return add_rms_norm(x, None, scale, self.eps)[1]
+        return rms_norm(x, scale, self.eps)
 
     def scale(self) -> Tensor | None:
         """Return offset + weight; in float32 if there is an offset, because 16 bits would round small weights off."""
@@ -168,6 +171,11 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
         biases = [part.bias for part in parts if part.bias is not None]
         weight, bias = (rows.expand(values) if values else None for values in (weights, biases))
         return self._normalize(o, weight, bias), None
+
+    def norm_of_all(self) -> Norm | None:
+        if type(self) is not HeadNorm or self.kind != "rms" or self.groups > 1 or self.bias is not None:
+            return None
+        return None if self.weight is None else Norm(self.weight, self.eps)
 
     def _normalize(self, o: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Normalise o. Args: weight, bias: the parameters, or their values at each row [1, A, ...]."""
@@ -294,9 +302,14 @@ def add_and_normalize(norm: LayerInputNorm, x: Tensor, branch: Tensor | None) ->
     return x, norm(x)
 
 
+def _has_eager_kernel(norm: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
+    """As `_has_kernel`, for a norm alone: without gradients in eager calls, where the host's time decides."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _has_kernel(norm, weight, x)
+
+
 def _has_kernel(norm: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
-    """Whether a kernel computes the norm of x: while gradients are recorded, without `refusals`, if it is plain."""
-    if not torch.is_grad_enabled():
+    """Whether a kernel computes the norm of x: in training and in eager calls, without `refusals`, if it is plain."""
+    if not torch.is_grad_enabled() and torch.compiler.is_compiling():
         return runs_by_kernel("rms norm", ["without gradients Inductor fuses it with neighbouring operations."])
     if not is_plain(norm):
         return runs_by_kernel("rms norm", ["it needs a norm without hooks, with plain parameters."])

@@ -41,6 +41,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -158,6 +159,7 @@ class ChannelProjection(nn.Module, Stateful):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     def __init__(
         self,

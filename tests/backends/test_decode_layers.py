@@ -11,7 +11,7 @@ from deltazoo import watch
 from deltazoo.backends.ops import forgetting_attention, gemv
 from deltazoo.blocks import Dense, StackSpec
 from deltazoo.blocks.model.stack import LanguageModel
-from deltazoo.mixers import GLA, KDA, Attention, GatedDeltaNet, Mamba2, MixerConfig, SlidingWindow
+from deltazoo.mixers import GLA, KDA, RWKV7, Attention, GatedDeltaNet, Mamba2, MixerConfig, SlidingWindow
 
 B, T = 1, 2
 MIXERS: dict[str, MixerConfig] = {
@@ -21,13 +21,18 @@ MIXERS: dict[str, MixerConfig] = {
     "decays of a sigmoid": GLA(heads=2, key_width=8, value_width=8),
     "attention": Attention(heads=4, key_value_heads=2, gate=True, qk_norm="head"),
     "window": SlidingWindow(heads=2, window=2),
+    "token shift": RWKV7(heads=2, key_width=8, value_width=12),
 }
 
 
 def build(mixer: MixerConfig, **fields: object) -> LanguageModel:
     torch.manual_seed(0)
-    spec = StackSpec(width=16, depth=1, vocab=11, pattern=mixer, **({"mlp": Dense(width=20)} | fields))
-    return spec.build(backend="triton").to(DEVICE)
+    spec = StackSpec(width=16, **({"depth": 1, "vocab": 11, "pattern": mixer, "mlp": Dense(width=20)} | fields))
+    model = spec.build(backend="triton").to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape).to(DEVICE))  # some start at 0
+    return model
 
 
 @torch.no_grad()
@@ -52,9 +57,10 @@ def test_packed_products_equal_separate_ones(name, monkeypatch):
     separate, _ = decode(model, monkeypatch, packed=False)
     packed, kernels = decode(model, monkeypatch, packed=True)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
-    # norm and maps, residual; norm and hidden channels, residual; head; KDA and GLA have second maps
-    assert kernels.count("gemv_kernel") == T * (5 + {"maps of low rank": 2, "decays of a sigmoid": 0}.get(name, 0))
-    assert not INTERPRETED or "decode_attention_kernel" in kernels or "fused_step_kernel" in kernels
+    # norm and maps, residual; norm and hidden channels, residual; head; KDA has second maps, RWKV-7 two groups of maps
+    assert kernels.count("gemv_kernel") == T * (5 + {"maps of low rank": 2, "token shift": 1}.get(name, 0))
+    steps = {"token_attention_kernel", "fused_step_kernel", "rwkv7_step_kernel"}
+    assert not INTERPRETED or steps.intersection(kernels)
 
 
 class Doubled(nn.Linear):
@@ -75,6 +81,15 @@ def replace(model: LanguageModel, name: str) -> None:
     doubled = Doubled(linear.in_features, linear.out_features, bias=False, device=DEVICE)
     doubled.load_state_dict(linear.state_dict())
     setattr(model.get_submodule(parent), child, doubled)
+
+
+@needs_triton
+def test_values_of_later_rwkv7_layers_are_interpolated(monkeypatch):
+    model = build(MIXERS["token shift"], depth=2)
+    separate, _ = decode(model, monkeypatch, packed=False)
+    packed, kernels = decode(model, monkeypatch, packed=True)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
+    assert kernels.count("rwkv7_step_kernel") == 2 * T
 
 
 @needs_triton

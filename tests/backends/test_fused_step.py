@@ -174,6 +174,7 @@ def test_kernel_matches_the_reference_for_each_norm_and_gate(name, form):
 
 
 @needs_triton
+@pytest.mark.parametrize("tiles", [1, 2])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -186,13 +187,14 @@ def test_kernel_matches_the_reference_for_each_norm_and_gate(name, form):
         ("additive", "none"),
     ],
 )
-def test_a_head_split_over_programs_equals_the_reference_step(name, options, monkeypatch):
+def test_a_head_split_over_programs_equals_the_reference_step(name, options, tiles, monkeypatch):
     step = STEPS[name]
     monkeypatch.setattr(fused, "_split_tile", lambda *_: 8)
+    monkeypatch.setattr(fused, "_SPLIT_TILES", tiles)
     with watch() as record:
         assert_agrees(step, OPTIONS[options])
     programs = [run.programs for run in record.runs if run.name == "fused_step_kernel"]
-    assert programs == [3 * step.HV * cdiv(step.V, 8)]
+    assert programs == [3 * step.HV * cdiv(step.V, 8 * tiles)]
 
 
 @needs_triton

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo.backends.ops import gemv as module
-from deltazoo.backends.ops.gemv import Norm, add_product, hidden, products, refusals
+from deltazoo.backends.ops.gemv import Norm, Shift, add_product, hidden, products, refusals, shifted_products
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.triton.gemv import op
 
@@ -44,6 +44,7 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
         (3, 37, (5, 2)),
         (8, 300, (6,)),
         (2, 16, (1, 1, 1, 1, 7)),
+        (33, 264, (40, 1)),
     ],
 )
 def test_the_products_of_several_maps_and_of_a_norm(M, D, outputs, dtype):
@@ -66,6 +67,26 @@ def test_the_hidden_channels_of_an_mlp(activation, gated, dtype):
 
 
 @needs_triton
+def test_the_hidden_channels_of_more_rows():
+    x, weight, norm = draw(5, 1, 24, dtype=torch.float16), draw(14, 24, dtype=torch.float16, seed=1), draw(24, seed=2)
+    gate, up = (normed(x, Norm(norm, 1e-3)) @ weight.double().T).chunk(2, -1)
+    assert_near(hidden(x, weight, Norm(norm, 1e-3), "silu", gated=True), F.silu(gate) * up)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [2, 5])
+def test_products_of_shifted_inputs(M, dtype):
+    D, rows = 40, (0, 2, 2, 1, 0)
+    x, before, mix = draw(M, 1, D, dtype=dtype), draw(M, 1, D, dtype=dtype, seed=1), draw(3, D, dtype=dtype, seed=2)
+    weights = [draw(n, D, dtype=dtype, seed=n) for n in (9, 3, 70, 2, 5)]
+    norm = Norm(draw(D, seed=3), 0.1)
+    n = normed(x, norm)
+    for y, weight, row in zip(shifted_products(x, weights, norm, Shift(before, mix, rows)), weights, rows, strict=True):
+        assert_near(y, (n + (before.double() - n) * mix[row].double()) @ weight.double().T)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_residual_is_added_before_the_result_is_rounded(dtype):
     x, weight, residual = draw(3, 1, 20, dtype=dtype), draw(11, 20, dtype=dtype), draw(3, 1, 11, dtype=dtype, seed=3)
@@ -76,10 +97,11 @@ def test_a_residual_is_added_before_the_result_is_rounded(dtype):
 
 
 @needs_triton
-def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan():
-    x, weight, norm = draw(8, 1, 300), draw(10, 300, seed=1), Norm(draw(300, seed=2), 1e-5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan(dtype):
+    x, weight, norm = draw(8, 1, 300, dtype=dtype), draw(10, 300, dtype=dtype, seed=1), Norm(draw(300, seed=2), 1e-5)
     together = products(x, [weight], norm)[0]
-    for rows in (slice(0, 1), slice(2, 5), slice(3, 7)):
+    for rows in (slice(0, 3), slice(2, 5), slice(3, 7)):
         assert torch.equal(products(x[rows], [weight], norm)[0], together[rows])
     x[5, 0, 7] = torch.nan
     y = products(x, [weight], norm)[0]
@@ -90,22 +112,24 @@ def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan():
 @needs_triton
 def test_columns_of_a_wider_tensor_are_read_in_place():
     wide, weight = draw(4, 96), draw(6, 32)
-    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False)
+    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False, None, None, [])
     assert_near(y, wide[:, 32:64].double() @ weight.double().T)
 
 
 @needs_triton
 def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
-    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, ahead=1))
+    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, stages=1))
     x, weight = draw(1, 4000), draw(3, 4000)
-    assert_near(op.gemv(x, None, 0.0, [weight], None, "", False), x.double() @ weight.double().T)
+    assert_near(op.gemv(x, None, 0.0, [weight], None, "", False, None, None, []), x.double() @ weight.double().T)
 
 
 @pytest.mark.kernels
 @pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("M", [1, 2])
+@pytest.mark.parametrize("M", [1, 2, 32])
 def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dtype, monkeypatch):
+    if M > op.MAX_ROWS and dtype == torch.float32:
+        pytest.skip("more rows are products of torch in float32")
     compiler = Compiler(all=True)
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     monkeypatch.setattr(op, "architecture", lambda _: "sm90")
@@ -113,18 +137,20 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
     products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm)
     hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
     add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
-    for _, kernel in compiler.compiled:
+    kernels = [kernel for name, kernel in compiler.compiled if name in ("gemv_kernel", "few_rows_kernel")]
+    assert len(kernels) == (3 if M <= op.MAX_ROWS else 1)  # torch computes the other products of more rows
+    for kernel in kernels:
         ptx = kernel.asm["ptx"]
         assert "griddepcontrol.wait" in ptx and "prefetch.global.L2" in ptx
-        loads = [line for line in ptx.splitlines() if "ld.global" in line and "evict_first" in line]
-        assert loads and all(".v4.b32" in line for line in loads)
+        copies = [line for line in ptx.splitlines() if "cp.async.cg.shared.global" in line]
+        assert copies and all("0x10" in line for line in copies)
         assert "LDL" not in disassemble(kernel.asm["cubin"])
 
 
 @needs_triton
 def test_the_operator_passes_opcheck():
     x, weight = draw(2, 24), draw(6, 24, seed=1)
-    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False)
+    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False, None, None, [])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_gemv.default, arguments, test_utils=tests)
 
@@ -136,6 +162,9 @@ def test_other_calls_take_plain_torch(monkeypatch):
     with torch.no_grad():
         assert not refusals(x)
         assert refusals(torch.zeros(3, 1, 16)) == ["with more than 2 rows separate products are faster."]
+        assert not refusals(torch.zeros(64, 1, 16, dtype=torch.bfloat16))
+        many = torch.zeros(65, 1, 16, dtype=torch.bfloat16)
+        assert refusals(many) == ["with more than 64 rows separate products are faster."]
         wide = torch.zeros(1, 1, op.MAX_WIDTH + 1)
         assert refusals(wide) == ["rows must have at most 16384 numbers, got 16385."]
         with torch.autocast("cpu", torch.bfloat16):

@@ -14,11 +14,11 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.dispatch import update
 from deltazoo.backends.update.spec import UpdateSpec
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, mask_padding
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.initialization import init_weights
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OutputArguments, Parts, project_jointly
-from deltazoo.mixers.core.sequences import left_align, segment_cumsum, undo_left_align
+from deltazoo.mixers.core.sequences import left_align, mask_padding, segment_cumsum, undo_left_align
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 from deltazoo.mixers.parts.attention.slot_attention import SoftmaxSlots
 from deltazoo.mixers.parts.convolution import ShortConv

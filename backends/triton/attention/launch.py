@@ -23,7 +23,7 @@ Phase = Literal["forward", "queries", "keys"]
 SUM_ROWS = 1024  # tokens that a program of the sums adds at once
 _MIN_TILE = 16
 _PROGRAMS_PER_PROCESSOR = 4  # of a decode step; twice as many if heads are narrow
-_NARROW = 64
+_NARROW = 128  # bytes of a row
 _MAX_PARTS = 32
 
 
@@ -144,6 +144,16 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
     launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
 
 
+def parts_of(heads: int, slots: int, row_bytes: int, processors: int) -> tuple[int, int]:
+    """Return the keys of a tile of a decode step, and the parts of the keys of a head.
+
+    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels.
+    """
+    tile = max(16, min(64, 16384 // row_bytes))
+    programs = _PROGRAMS_PER_PROCESSOR * (2 if row_bytes <= _NARROW else 1) * processors
+    return tile, power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, heads), cdiv(slots, 2 * tile))))
+
+
 def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: float) -> None:
     """Attend with one query per sequence. Args: contiguous q [B, H, E], k [B, S, G, E], v [B, S, G, V], o [B, H, V]."""
     from deltazoo.backends.triton.attention.kernels.decode import (
@@ -155,11 +165,8 @@ def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: floa
 
     (B, H, E), (S, G, V) = q.shape, v.shape[1:]
     BE, BV = (max(16, power_of_two(width)) for width in (E, V))
-    tile = max(16, min(64, 16384 // (max(BE, BV) * q.dtype.itemsize)))
-    device = device_spec(device_of(q).index)
-    programs = _PROGRAMS_PER_PROCESSOR * (2 if max(E, V) <= _NARROW else 1) * device.processors
-    overlap = architecture(device) == "sm90"
-    parts = power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, B * G), cdiv(S, 2 * tile))))
+    overlap = architecture(device_spec(device_of(q).index)) == "sm90"
+    tile, parts = parts_of(B * G, S, max(BE, BV) * q.dtype.itemsize, device_spec(device_of(q).index).processors)
     rows = max(16, power_of_two(H // G))
     precision = "tf32" if tf32_allowed() else "tf32x3"
     traits = {"traits": DecodeTraits(H, G, E, V, BE, BV, rows, tile, parts, scale, precision, overlap)}

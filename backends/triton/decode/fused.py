@@ -4,7 +4,7 @@ B batch, C channels of the projection, W taps, H key heads, HV value heads, K ke
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,13 @@ from deltazoo.backends.triton.runtime.table import launch_config
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
+if TYPE_CHECKING:
+    from deltazoo.backends.triton.decode.kernels.fused_step import StepTraits
+
 WIDEST_VALUE = 512
 _PUSHED_CHANNELS = 256  # of a program of push_kernel
 _MANY_HOUSEHOLDERS = 4  # whose keys take as many registers as a tile of 64 columns
-_SPLIT_TILE, _SPLIT_WARPS, _FINISH_WARPS = 32, 4, 4
+_SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _FINISH_WARPS = 32, 4, 1, 4
 _WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
@@ -184,7 +187,6 @@ def _launch(
 ) -> None:
     """Launch the fused step and, with shared key heads, the update of their history."""
     from deltazoo.backends.triton.decode.kernels.fused_step import (
-        StepTraits,
         finish_step_kernel,
         fused_step_kernel,
         push_kernel,
@@ -193,21 +195,63 @@ def _launch(
 
     (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, options.heads
     n = (C - H * K) // (H * K + HV * V)
-    W = 0 if x.weight is None else x.weight.shape[1]
     launch = _resolve(x, states, options, n, config)
     device = device_spec(device_of(x.qkv).index)
     split = _split_tile(device, B * HV, V, n) if not config else 0
     BK, BV = power_of_two(K), split or _tile(launch, V, n)
     overlap = architecture(device) == "sm90"
+    tiling = StepTiling(BV, _SPLIT_TILES if split else 0, overlap)
+    traits = step_traits(x, (H, HV, K, V), options, tiling, slots is not None)
+    tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
+    tensors["x"] = x.qkv
+    numbers = {"scale": options.scale, "pool_rows": states.shape[0]}
+    finishes = split > 0 and (traits.W > 1 or options.norm != "" or options.activation != "")
+    if finishes:
+        tensors["o"] = tensors["raw"] = o.new_empty(o.shape, dtype=torch.float32)
+    warps = limit_warps(_SPLIT_WARPS if split else launch.warps, BK * BV)
+    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
+    step(B * HV * (cdiv(V, BV * _SPLIT_TILES) if split else 1), numbers)
+    if finishes:
+        tensors["o"] = o
+        run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
+        run(B * HV, numbers)
+    elif H < HV and traits.W > 1:
+        channels = (1 + n) * H * K
+        pushed = {
+            "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": traits.W, "BC": _PUSHED_CHANNELS,
+            "SLOTS": slots is not None, "OVERLAP": overlap,
+        }  # fmt: skip
+        tensors = {"x": x.qkv, "history": x.history, "slots": slots}
+        push = launcher(push_kernel, tensors, pushed, Options(overlap=overlap))
+        push(B * cdiv(channels, _PUSHED_CHANNELS), {"pool_rows": states.shape[0]})
+
+
+class StepTiling(NamedTuple):
+    """State columns of a tile, tiles of a program (0: all), and whether the kernel overlaps the one before."""
+
+    columns: int
+    split: int
+    overlap: bool
+
+
+def step_traits(
+    x: FusedDecodeInputs, sizes: tuple[int, int, int, int], options: StepOptions, tiling: StepTiling, has_slots: bool
+) -> "StepTraits":
+    """Return the compile-time properties of a step with one token per row of x. Args: sizes: H, HV, K, V."""
+    from deltazoo.backends.triton.decode.kernels.fused_step import StepTraits
+
+    H, HV, K, V = sizes
+    n = (x.qkv.shape[2] - H * K) // (H * K + HV * V)
     silu_q, silu_k, silu_v = options.silu
     norm_q, norm_k = options.l2_norm
-    traits = StepTraits(
+    return StepTraits(
         X_STRIDE=x.qkv.stride(0), BETA_STRIDE=_row_stride(x.beta), DECAY_STRIDE=_row_stride(x.decay),
         ERASE_STRIDE=_row_stride(x.erase), WRITE_STRIDE=_row_stride(x.write), GATE_STRIDE=_row_stride(x.gate),
-        H=H, HV=HV, K=K, V=V, BK=BK, PV=power_of_two(V), BV=BV, STEPS=n, W=W,
+        H=H, HV=HV, K=K, V=V, BK=power_of_two(K), PV=power_of_two(V), BV=tiling.columns, STEPS=n,
+        W=0 if x.weight is None else x.weight.shape[1],
         BIAS=x.bias is not None, SILU_Q=silu_q, SILU_K=silu_k, SILU_V=silu_v, NORM_Q=norm_q, NORM_K=norm_k,
         NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_CHANNELS=x.write is not None, BETA_MAX=options.beta_max,
-        DECAY=x.decay is not None or x.log_decay is not None, DECAY_CHANNELS=_has_channel_decay(x, HV),
+        DECAY=x.decay is not None or x.log_decay is not None, DECAY_CHANNELS=has_channel_decay(x, HV),
         DECAY_BOUND=options.decay_bound, TEMPERATURE=options.temperature, FIXED=x.log_decay is not None,
         SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
         REPARAM=options.reparam, ERASE_FACTOR=options.erase_factor, WRITE_FACTOR=options.write_factor,
@@ -215,29 +259,8 @@ def _launch(
         READ_BEFORE=options.read == "before", SKIP=x.skip is not None, NORM=options.norm,
         NORM_PER_HEAD=x.norm_weight is not None and x.norm_weight.numel() != V, NORM_BIAS=x.norm_bias is not None,
         NORM_EPS=options.eps, GATE=options.activation, GATE_BEFORE_NORM=options.gate_before_norm,
-        SLOTS=slots is not None, SPLIT=split > 0, OVERLAP=overlap,
+        SLOTS=has_slots, SPLIT=tiling.split, OVERLAP=tiling.overlap,
     )  # fmt: skip
-    tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
-    tensors["x"] = x.qkv
-    numbers = {"scale": options.scale, "pool_rows": states.shape[0]}
-    finishes = split > 0 and (W > 1 or options.norm != "" or options.activation != "")
-    if finishes:
-        tensors["o"] = tensors["raw"] = o.new_empty(o.shape, dtype=torch.float32)
-    warps = limit_warps(_SPLIT_WARPS if split else launch.warps, BK * BV)
-    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
-    step(B * HV * (cdiv(V, BV) if split else 1), numbers)
-    if finishes:
-        tensors["o"] = o
-        run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
-        run(B * HV, numbers)
-    elif H < HV and W > 1:
-        channels = (1 + n) * H * K
-        pushed = {
-            "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": W, "BC": _PUSHED_CHANNELS,
-            "SLOTS": slots is not None,
-        }  # fmt: skip
-        push = launcher(push_kernel, {"x": x.qkv, "history": x.history, "slots": slots}, pushed)
-        push(B * cdiv(channels, _PUSHED_CHANNELS), {"pool_rows": states.shape[0]})
 
 
 def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int, config: str) -> Launch:
@@ -249,7 +272,7 @@ def _resolve(x: FusedDecodeInputs, states: Tensor, options: StepOptions, n: int,
     problem = Problem(
         x.qkv.dtype, B, 1, options.heads, HV, K, V, options.delta, erase_key=False,
         decay="fixed" if x.log_decay is not None else "none" if x.decay is None
-        else "channel" if _has_channel_decay(x, HV) else "head", packed=False,
+        else "channel" if has_channel_decay(x, HV) else "head", packed=False,
     )  # fmt: skip
     select = launch_config if n == 1 and not config else _heuristic
     launch = select(problem, device_spec(device.index)).fused_step
@@ -262,7 +285,7 @@ def _heuristic(problem: Problem, device: DeviceSpec) -> LaunchConfig:
     return heuristic(problem, device)
 
 
-def _has_channel_decay(x: FusedDecodeInputs, HV: int) -> bool:
+def has_channel_decay(x: FusedDecodeInputs, HV: int) -> bool:
     """Whether the decay is per channel. For K = 1 both kinds are the same."""
     return x.decay is not None and x.decay.shape[2] != HV
 
@@ -276,18 +299,18 @@ def _fused_fake(*arguments: Any) -> Tensor:
     return inputs.qkv.new_empty(inputs.qkv.shape[0], 1, states.shape[1], states.shape[3])
 
 
-_INPUTS = (
+INPUTS = (
     "Tensor qkv, Tensor? weight, Tensor? bias, Tensor(a!)? history, Tensor? beta, Tensor? decay, Tensor? A_log, "
     "Tensor? dt_bias, Tensor? feedback, Tensor? correction, Tensor? skip, Tensor? norm_weight, Tensor? norm_bias, "
     "Tensor? gate, Tensor? log_decay, Tensor? erase, Tensor? write"
 )
-_OPTIONS = (
+OPTIONS = (
     "int heads, bool[] silu, bool[] l2_norm, bool delta, str erase_from, str read, bool scale_v_by_dt, "
     "bool gate_before_norm, str reparam, str norm, str activation, float scale, float erase_factor, "
     "float write_factor, float beta_max, float eps, float? decay_bound, float? temperature"
 )
 _fused_op = operator(
-    f"triton_fused_step_({_INPUTS}, Tensor(b!) states, Tensor? slots, {_OPTIONS}, str config) -> Tensor",
+    f"triton_fused_step_({INPUTS}, Tensor(b!) states, Tensor? slots, {OPTIONS}, str config) -> Tensor",
     _fused_impl,
     compiled_ahead(_fused_impl, _fused_fake),
 )

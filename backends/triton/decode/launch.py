@@ -30,14 +30,22 @@ def step_(x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None,
 
 
 def verify(
-    x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None, launch: Launch
+    x: StepOperands,
+    kind: StepKind,
+    states: Tensor,
+    slots: Tensor | None,
+    launch: Launch,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Decode drafted tokens. Returns o [B, T, HV, V] and the written values [B, T, m, HV, V] float32."""
+    """Decode drafted tokens. Returns o [B, T, HV, V] and the written values [B, T, m, HV, V] float32.
+
+    Args: dtype: of o; None: that of v.
+    """
     if launch.tile > _VERIFY.tile:
         launch = _VERIFY
     traits = _traits(x, slots, kind, launch)
     B, T = x.q.shape[:2]
-    o = x.v.new_empty(B, T, traits.HV, traits.V)
+    o = x.v.new_empty(B, T, traits.HV, traits.V, dtype=dtype)
     values = o.new_empty(B, T, 2 if traits.DPLR else traits.STEPS, traits.HV, traits.V, dtype=torch.float32)
     tensors = x._asdict() | {"states": states, "slots": slots, "o": o, "values": values}
     run = launcher(verify_kernel, tensors, {"traits": traits}, _options(traits, launch))

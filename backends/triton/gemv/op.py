@@ -16,88 +16,145 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_o
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-# Rows with which the products are faster than torch's and separate operations, on an H100. With more rows the kernel is
-# bound by arithmetic: 2400 to 2 x 5888 channels takes 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows, torch's product 23.
+# Rows of `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to 2 x 5888 channels take 24, 29, 47
+# and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` takes more rows, in 16 bits.
 MAX_ROWS = 2
+MAX_DOT_ROWS = 64
 MAX_MAPS = 4
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
 LINE_BYTES = 128  # of the L2 cache
 _WARP = 32
+_TILE_BYTES = 12288
 _MAX_STEPS = 16  # the kernel unrolls the loop over D
 
 
 class GemvLaunch(NamedTuple):
-    """outputs of a program, bytes of a row of the weights that it reads at a time, warps, blocks loaded ahead."""
+    """outputs of a tile, bytes of a row of the weights that a program reads at a time, warps, tiles in flight.
+
+    Args:
+        programs: per SM; 0: one for each tile. Two kernels should fit an SM.
+        ahead: bytes of weights that a program requests before its operands are ready.
+    """
 
     rows: int
     block: int = 2048
     warps: int = 4
-    ahead: int = 3
+    stages: int = 5
+    programs: int = 2
+    ahead: int = 32768
+
+
+class DotLaunch(NamedTuple):
+    """outputs of a program, inputs that it reads at a time, warps, blocks in flight, inputs requested ahead.
+
+    H200, 32 rows, microseconds for 2400 to 10,818 outputs of four maps after a norm, and for 2400 to 2 x 5888 gated
+    ones: 27, 29 with these numbers; 55, 69 with rows=32, block=128, stages=4; 70, 57 with rows=16, block=256, stages=4.
+    """
+
+    rows: int = 64
+    block: int = 64
+    warps: int = 4
+    stages: int = 5
+    ahead: int = 512
 
 
 class Around(NamedTuple):
-    """What surrounds a product: the norm's weight and epsilon, the residual, phi, and whether there is a gate."""
+    """What surrounds a product.
+
+    Args:
+        norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.
+        previous, mix, mixed: of a token shift, which needs a norm: the normed inputs before [M, D], shares [.., D], and
+            for each map the row of its shares.
+    """
 
     norm_weight: Tensor | None = None
     eps: float = 0.0
     residual: Tensor | None = None
     activation: str = ""
     gated: bool = False
+    previous: Tensor | None = None
+    mix: Tensor | None = None
+    mixed: Sequence[int] = ()
 
 
-def launch_of(M: int) -> GemvLaunch:
-    """Return the launch for M rows."""
-    return GemvLaunch(rows=2 if M == 1 else 4)
+def launch_of(x: Tensor, gated: bool) -> GemvLaunch | DotLaunch:
+    """Return the launch for the rows x [M, D]: tiles of `_TILE_BYTES` of weights."""
+    if x.shape[0] > MAX_ROWS and x.dtype != torch.float32:
+        return DotLaunch()
+    rows = _TILE_BYTES // (x.shape[1] * x.dtype.itemsize * (2 if gated else 1))
+    return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
 
 
 def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
     y = _fake(x, norm_weight, eps, weights, *around)
     with torch.cuda.device_of(x):
-        launch_gemv(x, weights, Around(norm_weight, eps, *around), y, launch_of(x.shape[0]))
+        launch_gemv(x, weights, Around(norm_weight, eps, *around), y, launch_of(x, around[2]))
     return y
 
 
-def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch) -> None:
+def launch_gemv(
+    x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch | DotLaunch
+) -> None:
     """Write the products to y."""
-    from deltazoo.backends.triton.gemv.kernels import GemvTraits, gemv_kernel
+    from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
+    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, gemv_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (M, D), size = x.shape, x.dtype.itemsize
     if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
         x = x.clone(memory_format=torch.contiguous_format)
-    unit = _VECTOR // size
-    block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
-    block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
-    steps, lines = cdiv(D, block), power_of_two(cdiv(D * size, LINE_BYTES))
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
-    overlap = architecture(device_spec(device_of(x).index)) == "sm90"
+    device = device_spec(device_of(x).index)
+    overlap, tiles = architecture(device) == "sm90", sum(cdiv(n, launch.rows) for n in outputs)
     norm_weight, residual = around.norm_weight, around.residual
-    traits = GemvTraits(
-        M=M, D=D, N=(*outputs, *[0] * (MAX_MAPS - len(outputs))), ROWS=launch.rows, BLOCK=block, UNIT=unit, STEPS=steps,
-        AHEAD=min(launch.ahead, steps), LINES=lines, X_STRIDE=x.stride(0), NORM=norm_weight is not None,
-        EPS=around.eps, ACTIVATION=around.activation, GATED=around.gated, RESIDUAL=residual is not None,
-        OVERLAP=overlap,
-    )  # fmt: skip
+    shared: dict[str, Any] = {
+        "M": M, "D": D, "N": (*outputs, *[0] * (MAX_MAPS - len(outputs))), "ROWS": launch.rows,
+        "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
+        "GATED": around.gated, "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
+        "MIX": (*around.mixed, *[0] * (MAX_MAPS - len(around.mixed))), "OVERLAP": overlap,
+    }  # fmt: skip
     tensors = {
         "x": x, "norm_weight": None if norm_weight is None else ready(norm_weight),
         "residual": None if residual is None else residual.contiguous(), "y": y,
+        "previous": None if around.previous is None else ready(around.previous),
+        "mix": None if around.mix is None else ready(around.mix),
         **{f"w{i}": ready(weights[i]) if i < len(weights) else None for i in range(MAX_MAPS)},
     }  # fmt: skip
-    run = launcher(gemv_kernel, tensors, {"traits": traits}, Options(launch.warps, overlap=overlap))
-    run(sum(cdiv(n, launch.rows) for n in outputs), {})
+    kernel: Any
+    traits: Any
+    if isinstance(launch, DotLaunch):
+        ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
+        columns = max(16, power_of_two(M))
+        buffer = (2 * launch.rows + 2 * columns) * launch.block * size  # with a gate and a token shift
+        stages = max(1, min(launch.stages, device.shared_memory // buffer))
+        traits = FewRowsTraits(COLUMNS=columns, BLOCK=launch.block, STAGES=stages, LINES=ahead, **shared)
+        kernel, options = few_rows_kernel, Options(launch.warps, launch.stages, overlap=overlap)
+    else:
+        unit = _VECTOR // size
+        block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
+        block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
+        steps, lines = cdiv(D, block), power_of_two(cdiv(D * size, LINE_BYTES))
+        programs = min(tiles, launch.programs * device.processors or tiles)
+        tile = launch.rows * D * size * (2 if around.gated else 1)
+        ahead = max(1, min(launch.ahead // tile, cdiv(tiles, programs)))
+        buffer = launch.rows * steps * block * size * (2 if around.gated else 1)
+        stages = max(1, min(launch.stages, 1 + device.shared_memory // (2 * buffer)))
+        traits = GemvTraits(
+            BLOCK=block, UNIT=unit, STEPS=steps, PROGRAMS=programs, STAGES=stages, AHEAD=ahead, LINES=lines, **shared
+        )
+        kernel, options, tiles = gemv_kernel, Options(launch.warps, launch.stages, overlap=overlap), programs
+    launcher(kernel, tensors, {"traits": traits}, options)(tiles, {})
 
 
-def _fake(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], residual: Tensor | None,
-    activation: str, gated: bool,
-) -> Tensor:  # fmt: skip
+def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
+    gated = Around(norm_weight, eps, *around).gated
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
 
 
 gemv = operator(
     "triton_gemv(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor? residual, str activation,"
-    " bool gated) -> Tensor",
+    " bool gated, Tensor? previous, Tensor? mix, int[] mixed) -> Tensor",
     _gemv,
     compiled_ahead(_gemv, _fake),
     any_layout=True,

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.mixers.core.state import write_back
+
+_FEW_TOKENS = 16  # up to which single slots are written, and not all of the buffer
 
 
 class KVCache(NamedTuple):
@@ -60,12 +63,15 @@ def append_tokens(
     Returns: the buffers and the position after the new tokens.
     """
     S, T = buffers[0].shape[1], tokens[0].shape[1]
-    if T == 1 and first_B is None and not torch.is_grad_enabled():
-        slot_B = position_B % S
-        row_B = torch.arange(slot_B.shape[0], device=slot_B.device)
+    is_short = is_known(T <= _FEW_TOKENS) and (T == 1 or is_known(T <= S))
+    if is_short and first_B is None and not torch.is_grad_enabled():
+        time_T = torch.arange(T, device=position_B.device)
+        slot_BT = (position_B[:, None] + time_T) % S
+        row_B1 = torch.arange(slot_BT.shape[0], device=slot_BT.device)[:, None]
+        real_BT = time_T < count_B[:, None]
         for buffer, new in zip(buffers, tokens, strict=True):
-            real = (count_B > 0).view(-1, *[1] * (buffer.dim() - 2))
-            buffer[row_B, slot_B] = torch.where(real, new[:, 0].to(buffer.dtype), buffer[row_B, slot_B])
+            real = real_BT.view(*real_BT.shape, *[1] * (buffer.dim() - 2))
+            buffer[row_B1, slot_BT] = torch.where(real, new.to(buffer.dtype), buffer[row_B1, slot_BT])
         return list(buffers), position_B.add_(count_B)
     # The last new token that maps to each slot; negative if there is none.
     slot_S = torch.arange(S, device=position_B.device)

@@ -134,6 +134,7 @@ class SigmoidDecay(OperandPart, Fusible, Stateful):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     def __init__(
         self,

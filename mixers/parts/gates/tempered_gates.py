@@ -34,6 +34,7 @@ class TemperedProjection(nn.Module, Stateful):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     def __init__(self, shape: HeadShape, rank: int, conv_width: int) -> None:
         super().__init__()

@@ -15,10 +15,9 @@ from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.lowering import log_decay, strengths
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.watch import runs_by_kernel
-from deltazoo.mixers.core.delta_mixer import mask_padding
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
-from deltazoo.mixers.core.sequences import token_counts, unpack
+from deltazoo.mixers.core.sequences import mask_padding, token_counts, unpack
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import softplus
 from deltazoo.mixers.parts.memory.log_linear_chunks import scan_packed, scan_rows

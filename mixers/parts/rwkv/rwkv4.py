@@ -28,6 +28,7 @@ class RWKV4Projection(nn.Module, Stateful):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 

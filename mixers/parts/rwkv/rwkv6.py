@@ -30,6 +30,7 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
     """
 
     splits: ClassVar[bool] = True
+    keeps_inputs: ClassVar[bool] = True
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ("mix",)
 

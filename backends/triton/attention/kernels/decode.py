@@ -40,32 +40,20 @@ class DecodeTraits(NamedTuple):
     OVERLAP: bool
 
 
-@triton.jit(do_not_specialize=["S"])
-def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr):
-    """Attend to one part of the keys of a sequence and key head, with all query heads of it.
+@triton.jit
+def attend_part(q_tile, k, v, partial, lse, row, part, end, traits: tl.constexpr):
+    """Attend from the queries [ROWS, BE] of a key head to one part of its keys, and store the result.
 
-    Grid: B x G x P. Reads q [B, H, E], k [B, S, G, E], v [B, S, G, V], ends [B] int64, the number of filled slots.
-    Writes partial [B, H, P, V] and lse [B, H, P], float32.
+    k, v: of the first slot. row: the first query head in partial and lse. end: filled slots.
     """
     GROUP: tl.constexpr = traits.H // traits.G
     ROWS: tl.constexpr = traits.ROWS
     BN: tl.constexpr = traits.BN
     BV: tl.constexpr = traits.BV
-    if traits.OVERLAP:
-        start_next()
-        wait_for_previous()
-    part = tl.program_id(0) % traits.PARTS
-    g = tl.program_id(0) // traits.PARTS % traits.G
-    b = tl.program_id(0) // (traits.PARTS * traits.G)
-    end = tl.minimum(tl.load(ends + b), S).to(tl.int32)
     keys = tl.cdiv(tl.cdiv(end, BN), traits.PARTS) * BN  # of a part
     i = tl.arange(0, ROWS)[:, None]
     e = tl.arange(0, traits.BE)[None, :]
     c = tl.arange(0, BV)[None, :]
-    row = tl.cast(b, tl.int64) * traits.H + g * GROUP
-    q_tile = tl.load(q + row * traits.E + i * traits.E + e, mask=(i < GROUP) & (e < traits.E), other=0.0)
-    k += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.E
-    v += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.V
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o_tile = tl.zeros([ROWS, BV], tl.float32)
@@ -89,13 +77,33 @@ def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr
     tl.store(lse + (row + heads) * traits.PARTS + part, m + tl.log2(l), mask=heads < GROUP)
 
 
-@triton.jit
-def combine_parts_kernel(partial, lse, o, traits: tl.constexpr):
-    """Combine the parts of a head. Grid: B x H. Reads partial and lse. Writes o [B, H, V]; 0 for an empty cache."""
+@triton.jit(do_not_specialize=["S"])
+def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr):
+    """Attend to one part of the keys of a sequence and key head, with all query heads of it.
+
+    Grid: B x G x P. Reads q [B, H, E], k [B, S, G, E], v [B, S, G, V], ends [B] int64, the number of filled slots.
+    Writes partial [B, H, P, V] and lse [B, H, P], float32.
+    """
+    GROUP: tl.constexpr = traits.H // traits.G
     if traits.OVERLAP:
         start_next()
         wait_for_previous()
-    row = tl.cast(tl.program_id(0), tl.int64)
+    part = tl.program_id(0) % traits.PARTS
+    g = tl.program_id(0) // traits.PARTS % traits.G
+    b = tl.program_id(0) // (traits.PARTS * traits.G)
+    end = tl.minimum(tl.load(ends + b), S).to(tl.int32)
+    i = tl.arange(0, traits.ROWS)[:, None]
+    e = tl.arange(0, traits.BE)[None, :]
+    row = tl.cast(b, tl.int64) * traits.H + g * GROUP
+    q_tile = tl.load(q + row * traits.E + i * traits.E + e, mask=(i < GROUP) & (e < traits.E), other=0.0)
+    k += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.E
+    v += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.V
+    attend_part(q_tile, k, v, partial, lse, row, part, end, traits)
+
+
+@triton.jit
+def combine_parts(partial, lse, row, traits: tl.constexpr):
+    """Combine the parts of head `row` of all rows' heads. Returns [BV] float32; 0 for an empty cache."""
     part = tl.arange(0, traits.PARTS)
     c = tl.arange(0, traits.BV)[None, :]
     of_part = tl.load(lse + row * traits.PARTS + part)
@@ -104,6 +112,15 @@ def combine_parts_kernel(partial, lse, o, traits: tl.constexpr):
     total = tl.sum(weight, 0)
     at = (row * traits.PARTS + part[:, None]) * traits.V + c
     values = tl.load(partial + at, mask=c < traits.V, other=0.0)
-    o_row = tl.sum(values * weight[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+    return tl.sum(values * weight[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+
+
+@triton.jit
+def combine_parts_kernel(partial, lse, o, traits: tl.constexpr):
+    """Combine the parts of a head. Grid: B x H. Reads partial and lse. Writes o [B, H, V]."""
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
+    row = tl.cast(tl.program_id(0), tl.int64)
     channel = tl.arange(0, traits.BV)
-    tl.store(o + row * traits.V + channel, o_row, mask=channel < traits.V)
+    tl.store(o + row * traits.V + channel, combine_parts(partial, lse, row, traits), mask=channel < traits.V)

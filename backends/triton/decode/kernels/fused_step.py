@@ -27,7 +27,7 @@ from deltazoo.backends.triton.decode.kernels.step_parts import (
     softplus,
     strength_of,
 )
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 from deltazoo.backends.triton.device.step_size import step_size
 
 
@@ -80,7 +80,7 @@ class StepTraits(NamedTuple):
     GATE: str  # activation of the output gate: "", "none", "silu", "sigmoid" or "gelu"
     GATE_BEFORE_NORM: bool
     SLOTS: bool
-    SPLIT: bool  # a program computes BV columns of a head; finish_step_kernel computes what needs all of them
+    SPLIT: int  # a program computes SPLIT BV columns of a head, and finish_step_kernel what needs all of them; 0: all
     OVERLAP: bool  # see device/overlap.py
 
 
@@ -91,8 +91,8 @@ def fused_step_kernel(
 ):  # fmt: skip
     """Decode one token of one value head.
 
-    Grid: row, value head; with SPLIT also tile of BV columns. Each program processes BV columns of its state at a time
-    and prefetches the next BV.
+    Grid: row, value head; with SPLIT also tile of SPLIT BV columns. Each program processes BV columns of its state at a
+    time and prefetches the next BV.
 
     Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], erase [B, STEPS HV K], write [B, STEPS HV V],
     gate [B, HV V], each with its row stride; weight [C, W]; bias [C]; A_log, log_decay, skip [HV]; dt_bias [HV] or
@@ -113,18 +113,22 @@ def fused_step_kernel(
     W: tl.constexpr = traits.W
     GATE: tl.constexpr = traits.GATE  # Triton 3.6 cannot pass a str field of a constexpr tuple to a function
     C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
-    SPLITS: tl.constexpr = (V + BV - 1) // BV if traits.SPLIT else 1
-    TILES: tl.constexpr = 1 if traits.SPLIT else (V + BV - 1) // BV
+    TILES: tl.constexpr = traits.SPLIT if traits.SPLIT else (V + BV - 1) // BV
+    SPLITS: tl.constexpr = (V + TILES * BV - 1) // (TILES * BV)
     if traits.OVERLAP:
         start_next()
     head = tl.program_id(0) // SPLITS
-    first = tl.program_id(0) % SPLITS * BV  # column of the program
+    first = tl.program_id(0) % SPLITS * (TILES * BV)  # column of the program
     row = tl.cast(head // HV, tl.int64)
     hv = head % HV
     h = hv // (HV // H)
     ks = tl.arange(0, traits.BK)
     in_k = ks < K
     if traits.OVERLAP:
+        if traits.SPLIT > 0 and not traits.SLOTS:
+            state = states + (row * HV + hv) * K * V + tl.minimum(ks, K - 1) * V + first
+            prefetch_line(state)
+            prefetch_line(state + tl.minimum(BV - 1, V - 1 - first))
         wait_for_previous()
     slot = row
     if traits.SLOTS:
@@ -314,7 +318,7 @@ def finish_step_kernel(
 def push_kernel(
     x, history, slots, pool_rows,
     X_STRIDE: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
 
@@ -327,6 +331,9 @@ def push_kernel(
     row = tl.cast(tl.program_id(0) // TILES, tl.int64)
     channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
     in_channels = channel < CHANNELS
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
     slot = row
     if SLOTS:
         slot = tl.load(slots + row)

@@ -1,0 +1,108 @@
+"""Operator and launch of the attention of one token per sequence, from the product with its weights to the output map.
+
+B batch, S slots, H query heads, G key-value heads, E head width, C = (H + 2 G) E channels of q, k and v
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.custom_op import mark_written, operator
+from deltazoo.backends.torch_ext.devices import tf32_allowed
+from deltazoo.backends.triton.attention.launch import parts_of
+from deltazoo.backends.triton.operands import ready
+from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.support import Options
+from deltazoo.backends.triton.tiles import limit_warps, power_of_two
+
+
+class TokenCall(NamedTuple):
+    """The operator's arguments.
+
+    Args:
+        qkv: [B, C]; its rows may be apart, and those of gate [B, H E]. q_weight, k_weight: [E], of the norms.
+        k, v: the cache [B, S, G, E], and position: the tokens before, [B] int64; all change in place.
+        pairs: of channels that rotate. theta: base of their frequencies. scaled: fields of `ScaledFrequencies`, or [].
+        eps: of the norms. scale: factor on the scores.
+    """
+
+    qkv: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    gate: Tensor | None
+    k: Tensor
+    v: Tensor
+    position: Tensor
+    pairs: int
+    theta: float
+    scaled: list[float]
+    eps: float
+    scale: float
+
+
+def _attend(*arguments: object) -> Tensor:
+    call = TokenCall(*arguments)  # type: ignore[arg-type]
+    o, (k, v) = _fake(*arguments), (call.k.contiguous(), call.v.contiguous())
+    call = call._replace(qkv=_with_rows(call.qkv), gate=None if call.gate is None else _with_rows(call.gate))
+    with torch.cuda.device_of(call.qkv):
+        _launch(call._replace(k=k, v=v), o)
+    for given, written in ((call.k, k), (call.v, v), (call.position, call.position)):
+        mark_written(given, written)
+    return o
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Return x [B, C] with contiguous rows, which may be apart."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _launch(call: TokenCall, o: Tensor) -> None:
+    from deltazoo.backends.triton.attention.kernels.token import (
+        TokenTraits,
+        combine_token_kernel,
+        token_attention_kernel,
+    )
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    B, S, G, E = call.k.shape
+    H = o.shape[1] // E
+    device, width = device_spec(device_of(call.qkv).index), max(16, power_of_two(E))
+    tile, parts = parts_of(B * G, S, width * call.k.dtype.itemsize, device.processors)
+    overlap = architecture(device) == "sm90"
+    factor, constant, per_pair, per_frequency, amplitude = call.scaled or [1.0, 0.0, 0.0, 0.0, 1.0]
+    traits = TokenTraits(
+        H=H, G=G, E=E, V=E, BE=width, BV=width, ROWS=max(16, power_of_two(H // G)), BN=tile, PARTS=parts,
+        SCALE=call.scale, PREC="tf32" if tf32_allowed() else "tf32x3", OVERLAP=overlap,
+        QKV_STRIDE=call.qkv.stride(0), GATE_STRIDE=0 if call.gate is None else call.gate.stride(0),
+        PAIRS=call.pairs, LOG_THETA=math.log(call.theta), SCALED=bool(call.scaled), FACTOR=factor,
+        CONSTANT=constant, PER_PAIR=per_pair, PER_FREQUENCY=per_frequency, AMPLITUDE=amplitude,
+        NORM=call.q_weight is not None, EPS=call.eps, GATE=call.gate is not None,
+    )  # fmt: skip
+    partial, lse = (o.new_empty(B, H, parts, *shape, dtype=torch.float32) for shape in ((E,), ()))
+    tensors = {
+        "qkv": call.qkv, "k": call.k, "v": call.v, "gate": call.gate, "position": call.position, "o": o,
+        "q_weight": None if call.q_weight is None else ready(call.q_weight),
+        "k_weight": None if call.k_weight is None else ready(call.k_weight), "partial": partial, "lse": lse,
+    }  # fmt: skip
+    attend = launcher(token_attention_kernel, tensors, {"traits": traits}, Options(4, 3, overlap=overlap))
+    attend(B * G * parts, {"S": S})
+    warps = limit_warps(4, width * parts // 4)
+    launcher(combine_token_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))(B * H, {})
+
+
+def _fake(*arguments: object) -> Tensor:
+    call = TokenCall(*arguments)  # type: ignore[arg-type]
+    G, E = call.k.shape[2:]
+    return call.qkv.new_empty(call.qkv.shape[0], call.qkv.shape[1] - 2 * G * E)
+
+
+attend_token = operator(
+    "triton_attend_token_(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? gate, Tensor(a!) k, Tensor(b!) v,"
+    " Tensor(c!) position, int pairs, float theta, float[] scaled, float eps, float scale) -> Tensor",
+    _attend,
+    compiled_ahead(_attend, _fake),
+    any_layout=True,
+)
