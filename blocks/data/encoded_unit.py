@@ -3,7 +3,9 @@
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,9 +156,18 @@ class _Worker:
 def start_worker(encoding: Encoding) -> None:
     """Prepare a process that encodes with one thread, and that leaves Ctrl-C to its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _Worker.encoding = encoding
     _Worker.encoder = make_encoder(encoding.tokenizer, encoding.end)
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent has been killed; it would wait for work forever."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def work(task: UnitTask) -> int:
