@@ -12,6 +12,8 @@ _MODULES = by_name(
         "deltazoo.blocks.training.evaluation": ["Evaluation"],
         "deltazoo.blocks.generation.completion": ["Completion"],
         "deltazoo.blocks.generation.decoder": ["Decoder"],
+        "deltazoo.blocks.generation.engine.engine": ["Engine", "EngineCounts"],
+        "deltazoo.blocks.generation.engine.request": ["Event", "Request", "TokenLogprobs"],
         "deltazoo.blocks.generation.generate": ["generate_tokens", "stream"],
         "deltazoo.blocks.generation.sampling": ["Sampling"],
         "deltazoo.blocks.generation.tokenized": ["TokenCompletion"],

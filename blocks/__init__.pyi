@@ -7,6 +7,11 @@ from deltazoo.blocks.data.text import load_text as load_text
 from deltazoo.blocks.data.tokenizer import Tokenizer as Tokenizer
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.decoder import Decoder as Decoder
+from deltazoo.blocks.generation.engine.engine import Engine as Engine
+from deltazoo.blocks.generation.engine.engine import EngineCounts as EngineCounts
+from deltazoo.blocks.generation.engine.request import Event as Event
+from deltazoo.blocks.generation.engine.request import Request as Request
+from deltazoo.blocks.generation.engine.request import TokenLogprobs as TokenLogprobs
 from deltazoo.blocks.generation.generate import generate_tokens as generate_tokens
 from deltazoo.blocks.generation.generate import stream as stream
 from deltazoo.blocks.generation.sampling import Sampling as Sampling
