@@ -13,6 +13,7 @@ _MODULES = by_name(
         "deltazoo.blocks.generation.completion": ["Completion"],
         "deltazoo.blocks.generation.decoder": ["Decoder"],
         "deltazoo.blocks.generation.engine.engine": ["Engine", "EngineCounts"],
+        "deltazoo.blocks.generation.engine.prompt_file": ["FileCompletion", "generate_file"],
         "deltazoo.blocks.generation.engine.request": ["Event", "Request", "TokenLogprobs"],
         "deltazoo.blocks.generation.generate": ["generate_tokens", "stream"],
         "deltazoo.blocks.generation.sampling": ["Sampling"],

@@ -31,9 +31,9 @@ class Sampling(FrozenConfig):
             tokens, texts for prompts of text.
         seed: of the random numbers; None: drawn from torch's default generator. With one seed the rows of a batch draw
             different numbers. With a seed for each row, a row draws those of a batch of this row and seed alone.
-        logprobs: number of most likely tokens whose log-probabilities a request of `deltazoo.Engine` reports beside that
-            of the chosen token; None: none are reported. They are those of the logits before penalty, temperature and
-            filters. `generate_tokens` and `generate` refuse the field.
+        logprobs: number of most likely tokens whose log-probabilities a request of `deltazoo.Engine` reports beside
+            that of the chosen token; None: it reports none. They are those of the logits before penalty, temperature
+            and filters. `generate_tokens` and `generate` refuse the field.
     """
 
     max_tokens: int = Field(default=256, ge=1)

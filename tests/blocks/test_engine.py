@@ -1,6 +1,7 @@
 """The engine gives each request the tokens of a run alone, whatever the other requests do."""
 
 import random
+
 import pytest
 import torch
 
@@ -166,7 +167,7 @@ def test_snapshots_stay_within_their_memory_and_the_tree_forgets_prompts(model):
         nodes.extend(node.children.values())
         stored += node.snapshot is not None
         assert node.users == 0
-    assert 1 <= stored
+    assert stored >= 1
     assert len(nodes) <= 2 * stored + 1
 
 

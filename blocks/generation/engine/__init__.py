@@ -1,1 +1,1 @@
-"""An engine that decodes many requests at once: state pool, schedule, prefix reuse. Single batches are in the parent."""
+"""An engine for many requests: pool of states, schedule, prefix reuse. Single batches are in the parent folder."""

@@ -20,7 +20,15 @@ from deltazoo.backends.update.check import check_integer, check_type
 from deltazoo.blocks.generation.decoder import Buffers, Decoder
 from deltazoo.blocks.generation.engine.pool import Job, Pool
 from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree
-from deltazoo.blocks.generation.engine.request import Continuation, Event, Request, TextCodec, TokenLogprobs, check_prompt
+from deltazoo.blocks.generation.engine.request import (
+    Continuation,
+    Event,
+    Reason,
+    Request,
+    TextCodec,
+    TokenLogprobs,
+    check_prompt,
+)
 from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, DrawKind, Drawn, draw
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel, check_model
@@ -30,6 +38,7 @@ from deltazoo.mixers.core.state import overwrite_
 PREFIX_SHARE = 1 / 8  # of the memory of a CUDA device that snapshots of prefixes take by default
 PREFIX_BYTES = 2**30  # on other devices
 _MOST_PIECES = 8  # prompts that are read at the same time
+_MOST_CANDIDATES = 256  # waiting requests that a step considers
 _LEAST_TOKENS = 64  # of the pieces of a step whose sizes are rounded up
 _log = logging.getLogger("deltazoo")
 
@@ -54,7 +63,7 @@ class Engine:
     """Continue many requests at once: `submit` them, and iterate over the events, or call `step`.
 
     A step reads pieces of prompts, packed, and then decodes one token of each request whose prompt it has read. Requests
-    join and leave between steps. The tokens of a request do not depend on the other ones, up to rounding.
+    join and leave between steps. The tokens of a request do not depend on the others, up to rounding.
 
     On CUDA the steps are captured in CUDA graphs, one for each of a few sizes, and the host is one step behind the
     device. The model must not change while the engine exists.
@@ -102,6 +111,7 @@ class Engine:
         self._in_flight: deque[_Flight] = deque()
         self._is_ahead = on_cuda  # whether the host launches a step before it has the tokens of the one before
         self._events: list[Event] = []
+        self._open: set[Request] = set()  # requests that have not ended
 
     @property
     def slots(self) -> int:
@@ -111,9 +121,7 @@ class Engine:
     @property
     def pending(self) -> int:
         """The number of requests that have not ended."""
-        in_flight = (job for flight in self._in_flight for job in flight.jobs if job is not None)
-        jobs = itertools.chain(self._waiting, self._reading.jobs, self._decoding.jobs, in_flight)
-        return len({job.request for job in jobs if not job.request.done})
+        return len(self._open)
 
     def submit(self, prompt: str | Sequence[int] | Tensor, sampling: Sampling | None = None) -> Request:
         """Queue a request.
@@ -144,13 +152,14 @@ class Engine:
         if self.prefixes is not None:
             job.node = self.prefixes.insert(prompt_T)
         self._waiting.append(job)
+        self._open.add(request)
         return request
 
     def cancel(self, request: Request) -> None:
         """End a request with the tokens that have arrived. It frees its slot at the next step."""
-        if not request.done:
-            request.end("cancelled")
-            self._events.append(Event(request))
+        if request in self._open:
+            self._end(request, "cancelled")
+            self._drop_from_queue()
 
     def __iter__(self) -> Iterator[Event]:
         """Call `step` until no request is left, and yield the events."""
@@ -205,10 +214,21 @@ class Engine:
             for row in reversed(range(len(pool))):
                 if pool.jobs[row].request.done or pool.jobs[row].has_drawn_all:
                     self._forget(pool.leave(row))
-        if any(job.request.done for job in self._waiting):
-            for job in [job for job in self._waiting if job.request.done]:
-                self._waiting.remove(job)
-                self._forget(job)
+
+    def _drop_from_queue(self) -> None:
+        """Drop requests that have ended before they had a slot."""
+        for job in [job for job in self._waiting if job.request.done]:
+            self._waiting.remove(job)
+            self._forget(job)
+
+    def _end(self, request: Request, reason: Reason, error: BaseException | None = None) -> None:
+        request.end(reason, error)
+        self._record(Event(request))
+
+    def _record(self, event: Event) -> None:
+        self._events.append(event)
+        if event.done:
+            self._open.discard(event.request)
 
     def _forget(self, job: Job) -> None:
         if self.prefixes is not None and job.node is not None:
@@ -221,7 +241,7 @@ class Engine:
         A request waits as long as another one reads a prefix that both share.
         """
         reading, decoding = self._reading, self._decoding
-        for job in list(self._waiting):
+        for job in list(itertools.islice(self._waiting, _MOST_CANDIDATES)):
             if reading.is_full or len(reading) + len(decoding) >= decoding.rows:
                 return
             snapshot = None
@@ -253,9 +273,9 @@ class Engine:
             job.read += len(pieces[row])
             if job.read == len(job.prompt):
                 complete[row] = job
-            if self.prefixes is not None and job.node is not None and len(pieces[row]):
-                if self.prefixes.wants(job.node, job.read):
-                    self.prefixes.store(job.node, pool.snapshot(row))
+            tree, node = self.prefixes, job.node
+            if tree is not None and node is not None and len(pieces[row]) and tree.wants(node, job.read):
+                tree.store(node, pool.snapshot(row))
         self.counts = self.counts._replace(read=self.counts.read + sum(map(len, pieces)))
         if not any(complete):
             return
@@ -294,12 +314,11 @@ class Engine:
                 continue
             if tokens[row] == NOT_FINITE:
                 error = ValueRangeError("the logits of the request must be finite, got NaN or inf")
-                job.request.end("error", error)
-                self._events.append(Event(job.request))
+                self._end(job.request, "error", error)
                 continue
             count = job.request.sampling.logprobs
             logprobs = None if count is None else _logprobs(flight.drawn, row, count)
-            self._events.append(job.continuation.append(tokens[row], logprobs))
+            self._record(job.continuation.append(tokens[row], logprobs))
 
     @contextmanager
     def _ending_on_error(self, pool: Pool) -> Iterator[None]:
@@ -309,8 +328,7 @@ class Engine:
         except BaseException as error:
             for job in pool.jobs:
                 if not job.request.done:
-                    job.request.end("error", error)
-                    self._events.append(Event(job.request))
+                    self._end(job.request, "error", error)
             raise
 
 
@@ -330,7 +348,7 @@ class _Steps:
         self._decoder(pool, pool.width).step()
 
     def read(self, pool: Pool, pieces: list[Tensor]) -> None:
-        """Read one piece of a prompt per row, none of which needs to have tokens; write the logits of their last ones."""
+        """Read a piece of a prompt per row, which may be empty; write the logits of their last tokens."""
         N, T = pool.width, sum(map(len, pieces))
         if self._captures:
             T = min(max(_LEAST_TOKENS, 1 << (T - 1).bit_length()), self._step_tokens)
@@ -419,9 +437,7 @@ def _read(model: TokenModel, buffers: Buffers, packed: Tensor, tokens: int) -> N
     buffers.logits.copy_(model.logits(x_1TD[0, last]))
 
 
-def _captured_draw(
-    pool: Pool, kind: DrawKind, device: torch.device
-) -> tuple[Callable[[], object], list[Drawn]]:
+def _captured_draw(pool: Pool, kind: DrawKind, device: torch.device) -> tuple[Callable[[], object], list[Drawn]]:
     """Capture a draw. The warm-up must not count as one: it changes the tokens and, with a penalty, those seen."""
     buffers, result = pool.draw_buffers(pool.width), list[Drawn]()
     before = buffers.tokens.clone(), buffers.seen.clone()

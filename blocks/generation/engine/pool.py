@@ -87,9 +87,7 @@ class Pool:
         sampling = RowSampling.empty(rows, device)
         self._seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device=device)
         # MPS has no float64
-        self._uniform = torch.zeros(
-            rows, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-        )
+        self._uniform = torch.zeros(rows, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._leaves, self._structure = tree_flatten(self._buffers.state)
         self._own = _Rows(self._leaves, self._buffers.tokens, sampling, self._seen)
         with torch.no_grad():
@@ -176,9 +174,7 @@ class Pool:
         return Snapshot(length, copies)
 
     def _restore(self, state: list[Tensor], snapshot: Snapshot) -> None:
-        for row, initial, saved, is_cache in zip(
-            state, self._initial, snapshot.tensors, self._is_cache, strict=True
-        ):
+        for row, initial, saved, is_cache in zip(state, self._initial, snapshot.tensors, self._is_cache, strict=True):
             if is_cache:
                 row.copy_(initial)
                 row[:, : snapshot.length].copy_(saved)

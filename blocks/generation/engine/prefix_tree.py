@@ -1,6 +1,6 @@
 """A radix tree of prompts, with snapshots of the state after some of their prefixes.
 
-An edge is a run of tokens, so a node is a prefix. A node where prompts part, or where a prompt ends, may hold a snapshot.
+An edge is a run of tokens, so a node is a prefix. A node may hold a snapshot: where prompts part, and where one ends.
 """
 
 import itertools

@@ -3,15 +3,16 @@
 bf16, random weights, greedy. Prints rows of
 
 decode: tokens per second of 64 decoding requests, against a captured step of 64 rows alone.
-serve: tokens per second of 512 requests with prompts of 64 to 2,048 tokens and outputs of 32 to 512, both log-uniform, in
-    64 slots, against static batches of 64 of the same requests by `generate_tokens` (the first BATCHES batches).
-prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens and suffixes of up to 128 read, submitted
-    together and one after the other, and the seconds, with and without reuse.
+serve: tokens per second of 512 requests with prompts of 64 to 2,048 tokens and outputs of 32 to 512, both log-uniform,
+    in 64 slots, against static batches of 64 of the same requests by `generate_tokens` (the first BATCHES batches).
+prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens and suffixes of up to 128 read,
+    submitted together and one after the other, and the seconds, with and without reuse.
 warm: only few tokens of each, to fill the caches of compilers.
 
 Needs a CUDA device.
 """
 
+import functools
 import math
 import random
 import statistics
@@ -94,13 +95,21 @@ def serve(model, engine, requests, batches, most):
     taken = seconds(by_engine)
     count = sum(limit for _, limit in work)
     steps, read = engine.counts.steps - before.steps, engine.counts.read - before.read
-    row("serve", f"{requests} requests", f"{taken:.2f} s", f"{count / taken:.0f} tokens/s", f"{steps} steps", f"{read} read")
+    row(
+        "serve",
+        f"{requests} requests",
+        f"{taken:.2f} s",
+        f"{count / taken:.0f} tokens/s",
+        f"{steps} steps",
+        f"{read} read",
+    )
     static = count = 0
     for start in range(0, batches * SLOTS, SLOTS):
         batch = work[start : start + SLOTS]
         longest = max(limit for _, limit in batch)
         prompts = [torch.tensor(prompt, device="cuda") for prompt, _ in batch]
-        static += seconds(lambda: generate_tokens(model, prompts, Sampling(temperature=0, max_tokens=longest)))
+        sampling = Sampling(temperature=0, max_tokens=longest)
+        static += seconds(functools.partial(generate_tokens, model, prompts, sampling))
         count += sum(limit for _, limit in batch)
     row("static", f"{batches} batches of {SLOTS}", f"{static:.2f} s", f"{count / static:.0f} tokens/s")
 
