@@ -62,8 +62,8 @@ class _Flight(NamedTuple):
 class Engine:
     """Continue many requests at once: `submit` them, and iterate over the events, or call `step`.
 
-    A step reads pieces of prompts, packed, and then decodes one token of each request whose prompt it has read. Requests
-    join and leave between steps. The tokens of a request do not depend on the others, up to rounding.
+    A step reads pieces of prompts, packed, and then decodes one token of each request whose prompt it has read.
+    Requests join and leave between steps. The tokens of a request do not depend on the others, up to rounding.
 
     On CUDA the steps are captured in CUDA graphs, one for each of a few sizes, and the host is one step behind the
     device. The model must not change while the engine exists.
@@ -189,6 +189,7 @@ class Engine:
         events, self._events = self._events, []
         return events
 
+    @torch.no_grad()
     def warm_up(self) -> None:
         """Compile and capture the steps of all sizes, which otherwise happens when they first occur."""
         for pool, run in ((self._reading, self._steps.warm_up_reading), (self._decoding, self._steps.warm_up_decoding)):
