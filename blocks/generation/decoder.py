@@ -37,7 +37,7 @@ class Decoder:
 
     Args:
         batch: number of rows B.
-        capacity: maximum number of tokens per row, including the prompt.
+        capacity: maximum number of tokens per row, including the prompt; None: no limit, for models without attention.
         compile: compile the step with torch.compile, on CUDA layer by layer, elsewhere as one graph. `rebind` the model
             before the first step.
         buffers: the tensors of a step, such as views of the first rows of larger ones; None: new ones.
@@ -88,7 +88,7 @@ class Decoder:
             raise ShapeError(
                 f"a prompt must have shape [B, T] with 1 <= B <= {self.batch} and T >= 1, got {list(tokens_BT.shape)}"
             )
-        if tokens_BT.shape[1] > self.capacity:
+        if self.capacity is not None and tokens_BT.shape[1] > self.capacity:
             raise StateError(
                 f"a prompt of {tokens_BT.shape[1]} tokens exceeds the decoder's capacity of {self.capacity}"
             )

@@ -81,7 +81,7 @@ def _request(
     tokens_BT, mask_BT = _pad_left(prompt)
     T = tokens_BT.shape[1]
     if isinstance(model, Decoder):
-        if T + sampling.max_tokens - 1 > model.capacity:  # the last token is not read
+        if model.capacity is not None and T + sampling.max_tokens - 1 > model.capacity:  # the last token is not read
             raise StateError(
                 f"a decoder of capacity {model.capacity} is too small for {T} + {sampling.max_tokens} tokens"
             )

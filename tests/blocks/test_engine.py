@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from deltazoo import Engine, Sampling
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
+from deltazoo.backends.update import registry
+from deltazoo.blocks.generation.engine.engine import step_sizes
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 VOCAB = 29
 
@@ -75,6 +79,24 @@ def test_random_requests_give_the_tokens_of_runs_alone(model):
 @pytest.mark.parametrize("seed", range(8))
 def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, seed):
     check_random_requests(model, 25, seed, slots=1 + seed, step_tokens=10 + 10 * seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
+    torch.manual_seed(0)
+    spec = StackSpec(width=32, depth=2, vocab=VOCAB, pattern=name, mlp={"width": 32})
+    model = spec.build(backend=CompileBackend(compiled=False)).double()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.0 if "embedding" in path else parameter.shape[1] ** -0.5)
+    check_random_requests(model, 10, seed=0)
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_tokens_of_runs_alone(model):
+    check_random_requests(model, 12, seed=1, compile=True)
 
 
 def test_sampled_tokens_are_those_of_generate_tokens_with_the_same_seed(model, engine):
@@ -305,6 +327,14 @@ def test_a_request_that_cannot_run_is_refused_at_submit(engine, error, sentence,
     with pytest.raises(error, match=sentence):
         engine.submit(prompt, sampling)
     assert engine.pending == 0
+
+
+def test_sizes_of_steps_are_rounded_up_by_at_most_a_half():
+    assert step_sizes(1, 64) == [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert step_sizes(1, 20) == [1, 2, 4, 6, 8, 12, 16, 20]
+    assert step_sizes(1, 20, halves=False) == [1, 2, 4, 8, 16, 20]
+    assert step_sizes(64, 512) == [64, 128, 256, 384, 512]
+    assert step_sizes(1, 1) == [1]
 
 
 @pytest.mark.parametrize(

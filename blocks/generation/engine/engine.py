@@ -30,6 +30,7 @@ from deltazoo.blocks.generation.engine.request import (
     check_prompt,
 )
 from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, DrawKind, Drawn, draw
+from deltazoo.blocks.generation.fingerprint import runs_python_code
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel, check_model
 from deltazoo.mixers.core.mixer import Context
@@ -65,8 +66,8 @@ class Engine:
     A step reads pieces of prompts, packed, and then decodes one token of each request whose prompt it has read.
     Requests join and leave between steps. The tokens of a request do not depend on the others, up to rounding.
 
-    On CUDA the steps are captured in CUDA graphs, one for each of a few sizes, and the host is one step behind the
-    device. The model must not change while the engine exists.
+    On CUDA the steps are captured in CUDA graphs, one for each of a few sizes, unless the model runs Python code of
+    hooks, and the device is one step ahead of the host. The model must not change while the engine exists.
 
     Args:
         model: its state has one row per slot.
@@ -99,8 +100,10 @@ class Engine:
         self.model, self.step_tokens = model, step_tokens
         self.capacity = None if cache_tokens is None else cache_tokens // slots
         on_cuda = model.device.type == "cuda"
-        self._decoding = Pool(model, slots, self.capacity, rounds_up=on_cuda or compile)
-        self._reading = Pool(model, min(slots, _MOST_PIECES), self.capacity, rounds_up=on_cuda)
+        pieces = min(slots, _MOST_PIECES)
+        sizes = step_sizes(1, slots, halves=not compile) if on_cuda or compile else None
+        self._decoding = Pool(model, slots, self.capacity, sizes)
+        self._reading = Pool(model, pieces, self.capacity, step_sizes(1, pieces) if on_cuda else None)
         limit = _default_prefix_bytes(model.device) if prefix_bytes is None else prefix_bytes
         self.prefixes = PrefixTree(limit) if limit >= self._reading.row_bytes else None
         self.counts = EngineCounts()
@@ -175,17 +178,19 @@ class Engine:
         """
         earlier = len(self._in_flight)
         self._release_ended()
-        with self._ending_on_error(self._reading):
+        with self._ending_on_error(self._reading.jobs):
             self._admit()
             if len(self._reading):
                 self._read_pieces()
         if len(self._decoding):
-            with self._ending_on_error(self._decoding):
+            with self._ending_on_error(self._decoding.jobs):
                 self._decode_rows()
         self.counts = self.counts._replace(steps=self.counts.steps + 1)
         launched = len(self._in_flight) > earlier
         for _ in range(earlier if self._is_ahead and launched else len(self._in_flight)):
-            self._collect(self._in_flight.popleft())
+            flight = self._in_flight.popleft()
+            with self._ending_on_error([job for job in flight.jobs if job is not None]):
+                self._collect(flight)
         events, self._events = self._events, []
         return events
 
@@ -251,8 +256,8 @@ class Engine:
                 if self.prefixes.must_wait(job.node, readers):
                     continue
                 snapshot = self.prefixes.find(job.node)
-            self._waiting.remove(job)
             reading.join(job, snapshot)
+            self._waiting.remove(job)
             job.request.reused = job.read
             self.counts = self.counts._replace(reused=self.counts.reused + job.read)
 
@@ -319,17 +324,21 @@ class Engine:
                 continue
             count = job.request.sampling.logprobs
             logprobs = None if count is None else _logprobs(flight.drawn, row, count)
-            self._record(job.continuation.append(tokens[row], logprobs))
+            try:
+                self._record(job.continuation.append(tokens[row], logprobs))
+            except Exception as error:  # of the tokenizer
+                self._end(job.request, "error", error)
 
     @contextmanager
-    def _ending_on_error(self, pool: Pool) -> Iterator[None]:
-        """End the requests of a pool with the error of the block, which may have left half of their states changed."""
+    def _ending_on_error(self, jobs: list[Job]) -> Iterator[None]:
+        """End jobs with the error of the block, which may have left half of their states changed, or lost tokens."""
         try:
             yield
         except BaseException as error:
-            for job in pool.jobs:
+            for job in jobs:
                 if not job.request.done:
                     self._end(job.request, "error", error)
+            self._drop_from_queue()
             raise
 
 
@@ -337,8 +346,9 @@ class _Steps:
     """The calls of the model on a pool: captured in CUDA graphs, compiled, or eager."""
 
     def __init__(self, model: TokenModel, step_tokens: int, compile: bool) -> None:
-        self._model, self._step_tokens, self._compile = model, step_tokens, compile
-        self._captures = model.device.type == "cuda"
+        self._model, self._compile = model, compile
+        self._captures = model.device.type == "cuda" and not runs_python_code(model)
+        self._token_sizes = step_sizes(min(_LEAST_TOKENS, step_tokens), step_tokens)
         self._decoders: dict[int, Decoder] = {}
         self._readers: dict[tuple[int, int], tuple[Tensor, Callable[[], object]]] = {}
         self._draws: dict[tuple[Pool, int, DrawKind], tuple[Callable[[], object], list[Drawn]]] = {}
@@ -352,7 +362,7 @@ class _Steps:
         """Read a piece of a prompt per row, which may be empty; write the logits of their last tokens."""
         N, T = pool.width, sum(map(len, pieces))
         if self._captures:
-            T = min(max(_LEAST_TOKENS, 1 << (T - 1).bit_length()), self._step_tokens)
+            T = next(size for size in self._token_sizes if size >= T)
         host = _pack(pieces, N, T)
         if not self._captures:
             _read(self._model, pool.buffers(N), host, T)
@@ -374,15 +384,14 @@ class _Steps:
 
     def warm_up_decoding(self, pool: Pool) -> None:
         """Make the decoders of all sizes."""
-        for rows in _sizes(1, pool.rows):
+        for rows in pool.sizes or ():
             self._decoder(pool, rows)
 
     def warm_up_reading(self, pool: Pool) -> None:
         """Make the graphs of pieces of all sizes."""
         if self._captures:
-            for rows in _sizes(1, pool.rows):
-                for tokens in _sizes(min(_LEAST_TOKENS, self._step_tokens), self._step_tokens):
-                    self._reader(pool, rows, tokens)
+            for rows, tokens in itertools.product(pool.sizes or (), self._token_sizes):
+                self._reader(pool, rows, tokens)
 
     def _decoder(self, pool: Pool, rows: int) -> Decoder:
         if rows not in self._decoders:
@@ -449,12 +458,13 @@ def _captured_draw(pool: Pool, kind: DrawKind, device: torch.device) -> tuple[Ca
 
 
 def _start_copy(jobs: list[Job | None], drawn: Drawn) -> _Flight:
+    """Copy drawn tokens to the host, on CUDA without waiting for them."""
     if not drawn.token.is_cuda:
-        return _Flight(jobs, Drawn(*(None if x is None else x.clone() for x in drawn)), None)
-    copied = Drawn(*(None if x is None else x.to("cpu", non_blocking=True) for x in drawn))
+        return _Flight(jobs, drawn, None)
+    copies = {name: x.to("cpu", non_blocking=True) for name, x in drawn._asdict().items() if x is not None}
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(drawn.token.device))
-    return _Flight(jobs, copied, arrived)
+    return _Flight(jobs, Drawn(**copies), arrived)
 
 
 def _logprobs(drawn: Drawn, row: int, count: int) -> TokenLogprobs:
@@ -466,13 +476,16 @@ def _logprobs(drawn: Drawn, row: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(float(drawn.logprob[row]), top)
 
 
-def _sizes(least: int, most: int) -> list[int]:
-    """Return the powers of two from `least` on that are below `most`, and `most`."""
-    sizes = []
-    while least < most:
-        sizes.append(least)
-        least *= 2
-    return [*sizes, most]
+def step_sizes(least: int, most: int, halves: bool = True) -> list[int]:
+    """Return the sizes that steps are rounded up to: `least` times powers of two below `most`, and `most`.
+
+    Args: halves: from 4 `least` on also the sizes half-way between.
+    """
+    sizes, size = list[int](), least
+    while size < most:
+        sizes += [size, size * 3 // 2] if halves and size >= 4 * least else [size]
+        size *= 2
+    return [*(size for size in sizes if size < most), most]
 
 
 def _default_prefix_bytes(device: torch.device) -> int:

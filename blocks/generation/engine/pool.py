@@ -6,6 +6,7 @@ first n rows, or of a few more if its sizes are rounded up.
 R rows, L vocabulary
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,11 +77,11 @@ class Pool:
     Args:
         rows: R.
         capacity: number of tokens per row of caches that keep every token; None: the model has none.
-        rounds_up: run steps on a number of rows that is a power of two, or R.
+        sizes: numbers of rows that steps run on, in ascending order up to R; None: as many as there are requests.
     """
 
-    def __init__(self, model: TokenModel, rows: int, capacity: int | None, rounds_up: bool) -> None:
-        self.rows, self.capacity, self._rounds_up = rows, capacity, rounds_up
+    def __init__(self, model: TokenModel, rows: int, capacity: int | None, sizes: Sequence[int] | None) -> None:
+        self.rows, self.capacity, self.sizes = rows, capacity, sizes
         self.jobs: list[Job] = []
         device = model.device
         self._buffers = new_buffers(model, rows, capacity)
@@ -110,7 +111,7 @@ class Pool:
     def width(self) -> int:
         """The number of rows that a step runs on."""
         count = len(self.jobs)
-        return min(1 << (count - 1).bit_length(), self.rows) if self._rounds_up and count else count
+        return count if self.sizes is None else next(size for size in self.sizes if size >= count)
 
     def buffers(self, rows: int) -> Buffers:
         """Return views of the first rows for a step of the model."""

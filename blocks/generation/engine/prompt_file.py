@@ -155,7 +155,10 @@ def _entry(place: str, fields: dict[str, Any], number: int, sampling: Sampling) 
         raise ConfigError(f"{place}: id must be a text or an integer, got {cut(id)}")
     if isinstance(sampling.seed, int):
         fields.setdefault("seed", (sampling.seed + number) % 2**63)
-    return _Entry(id, prompt, Sampling.model_validate({**sampling.model_dump(), **fields}))
+    try:
+        return _Entry(id, prompt, Sampling(**{**sampling.model_dump(), **fields}))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def _finished_ids(path: Path) -> set[str | int]:

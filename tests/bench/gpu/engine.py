@@ -103,6 +103,9 @@ def serve(model, engine, requests, batches, most):
         f"{steps} steps",
         f"{read} read",
     )
+    warm = [torch.tensor(prompt, device="cuda") for prompt, _ in work[:SLOTS]]
+    generate_tokens(model, warm, Sampling(temperature=0, max_tokens=2))
+    del warm
     static = count = 0
     for start in range(0, batches * SLOTS, SLOTS):
         batch = work[start : start + SLOTS]
