@@ -9,7 +9,7 @@ from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update import registry
-from deltazoo.blocks.generation.engine.engine import step_sizes
+from deltazoo.blocks.generation.engine.steps import step_sizes
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec

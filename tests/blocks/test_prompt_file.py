@@ -93,7 +93,7 @@ def test_an_interrupted_file_is_resumed(model, tmp_path, monkeypatch):
         ("line 1: prompt must be a text or a list of tokens", [{"prompt": [1, "a"]}]),
         ("line 2: two prompts have the id 1", [{"prompt": "a", "id": 1}, {"prompt": "b"}]),
         ("line 1: id must be a text or an integer", [{"prompt": "a", "id": 1.5}]),
-        ("line 1: temperature must be at least 0", [{"prompt": "a", "temperature": -1}]),
+        ("line 1: Sampling: temperature must be at least 0", [{"prompt": "a", "temperature": -1}]),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused_with_its_number(model, tmp_path, sentence, lines):

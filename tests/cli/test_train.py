@@ -279,5 +279,5 @@ def test_generate_continues_a_file_of_prompts(ok, run, folder, tmp_path):
     assert (result["completed"], result["tokens"]) == (2, 10)
     assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {0, "b"}
     assert "2 were done before" in ok("generate", folder, *options).err
-    assert "--prompts and --out need each other" in run("generate", folder, "--prompts", prompts).err
-    assert "got several" in run("generate", folder, *options, "--prompt", "a").err
+    assert run("generate", folder, "--prompts", prompts).code == 2
+    assert run("generate", folder, *options, "--prompt", "a").code == 2
