@@ -31,7 +31,7 @@ from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel, check_model
 
 PREFIX_SHARE = 1 / 8  # of the memory of a CUDA device that snapshots of prefixes take by default
-PREFIX_BYTES = 2**30  # on other devices
+PREFIX_BYTES = 2**28  # on other devices
 _MOST_PIECES = 8  # prompts that are read at the same time
 _MOST_CANDIDATES = 256  # waiting requests that a step considers
 
@@ -68,7 +68,7 @@ class Engine:
         cache_tokens: number of tokens that the caches of attention hold, an equal share for each slot; None: for models
             without such caches.
         prefix_bytes: memory for snapshots of states after prefixes of prompts, which other prompts reuse; 0: none are
-            kept; None: an eighth of the memory of a CUDA device, 1 GiB elsewhere.
+            kept; None: an eighth of the memory of a CUDA device, 256 MiB elsewhere.
         compile: compile the decoding step for each of its sizes, as `Decoder` does.
     Raises: InputError or a subclass; StateError: the model needs `cache_tokens`.
     """
@@ -95,7 +95,7 @@ class Engine:
         pieces = min(slots, _MOST_PIECES)
         sizes = step_sizes(1, slots, halves=not compile) if on_cuda or compile else None
         self._decoding = Pool(model, slots, self.capacity, sizes)
-        self._reading = Pool(model, pieces, self.capacity, step_sizes(1, pieces) if on_cuda else None)
+        self._reading = Pool(model, pieces, self.capacity, step_sizes(1, pieces, False) if on_cuda else None)
         limit = _default_prefix_bytes(model.device) if prefix_bytes is None else prefix_bytes
         self.prefixes = PrefixTree(limit) if limit >= self._reading.row_bytes else None
         self.counts = EngineCounts()

@@ -47,7 +47,7 @@ class Steps:
             T = next(size for size in self._token_sizes if size >= T)
         host = _pack(pieces, N, T)
         if not self._captures:
-            _read(self._model, pool.buffers(N), host, T)
+            _read(self._model, pool.buffers(N), host.to(self._model.device), T)
             return
         packed, run = self._reader(pool, N, T)
         packed.copy_(host.pin_memory(), non_blocking=True)
