@@ -176,6 +176,21 @@ def test_a_piece_shorter_than_a_convolution_after_a_shared_prefix_leaves_the_sna
         assert request.tokens == alone(model, request.prompt, sampling)
 
 
+@pytest.mark.parametrize("past", [4, 10])
+def test_a_prefix_that_ends_a_few_tokens_past_a_chunk_is_restored_exactly(past):
+    """The chunked form has chunks of 64 tokens; a prefix may end anywhere in one."""
+    torch.manual_seed(0)
+    pattern = "gated_deltanet(heads=2) + mamba2"
+    spec = StackSpec(width=32, depth=2, vocab=VOCAB, pattern=pattern, mlp="none")
+    model = spec.build(backend=CompileBackend(compiled=False)).double()
+    engine, prefix, sampling = make(model), draw(64 + past), Sampling(temperature=0, max_tokens=4)
+    requests = [engine.submit(prefix + draw(n + 1, n), sampling) for n in range(3)]
+    run(engine)
+    assert [request.reused for request in requests] == [0, 64 + past, 64 + past]
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, sampling)
+
+
 def test_snapshots_stay_within_their_memory_and_the_tree_forgets_prompts(model):
     engine = make(model)
     row = engine._reading.row_bytes
@@ -298,6 +313,33 @@ def test_text_prompts_stop_at_texts_and_stream_what_precedes(build, spec):
     text = "".join(event.text for event in engine)
     assert request.reason == "stop"
     assert text == request.text == whole.text[: whole.text.index(stop) + len(stop)]
+
+
+def test_a_model_with_a_tokenizer_takes_text_and_ends_with_its_end_tokens(model):
+    sampling = Sampling(temperature=1.5, max_tokens=20)
+    end = alone(model, [7, 4, 11, 11, 14], sampling)[7]
+
+    class Letters:
+        def __init__(self):
+            self.end = (end,)
+
+        def encode(self, text):
+            return [ord(letter) - ord("a") for letter in text]
+
+        def decode_stream(self):
+            return lambda token: chr(token + ord("a"))
+
+    model.tokenizer = Letters()
+    engine = make(model)
+    requests = [engine.submit("hello", sampling.model_copy(update={"seed": n})) for n in range(3)]
+    run(engine)
+    for request in requests:
+        tokens = alone(model, request.prompt, request.sampling.model_copy(update={"stop": (end,)}))
+        assert request.prompt == [7, 4, 11, 11, 14]
+        assert request.tokens == tokens
+        assert request.reason == ("end" if tokens[-1] == end else "max_tokens")
+        assert request.text == "".join(chr(token + ord("a")) for token in tokens if token != end)
+    assert requests[0].reason == "end"
 
 
 def test_memory_does_not_grow_with_the_number_of_requests(model):
