@@ -238,8 +238,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bo
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
     before = -1 if window is None else window - 1  # tokens before the current one
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    o = varlen_attn(*rows, *bounds[:2], q.shape[1], bounds.most_keys, scale=scale, window_size=(before, 0))
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    T, J, window_size = q.shape[1], bounds.most_keys, (before, 0)
+    o = varlen_attn(q_rows, k_rows, v_rows, bounds.queries, bounds.keys, T, J, scale=scale, window_size=window_size)
     assert isinstance(o, Tensor)  # without the logsumexp
     return o.view(q.shape)
 
