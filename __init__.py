@@ -63,6 +63,7 @@ _MODULES = by_name(
         "deltazoo.blocks.checkpoints.pretrained": ["from_pretrained"],
         "deltazoo.blocks.generation.completion": ["Completion", "generate"],
         "deltazoo.blocks.inspect.explain": ["explain"],
+        "deltazoo.blocks.generation.engine.engine": ["Engine"],
         "deltazoo.blocks.generation.sampling": ["Sampling"],
         "deltazoo.blocks.model.layer": ["LayerSpec"],
         "deltazoo.blocks.spec.stack_spec": ["StackSpec", "preset"],

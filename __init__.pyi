@@ -20,6 +20,7 @@ from deltazoo.backends.update.watch import watch as watch
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained as from_pretrained
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.completion import generate as generate
+from deltazoo.blocks.generation.engine.engine import Engine as Engine
 from deltazoo.blocks.generation.sampling import Sampling as Sampling
 from deltazoo.blocks.inspect.explain import explain as explain
 from deltazoo.blocks.model.layer import LayerSpec as LayerSpec

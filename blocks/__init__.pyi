@@ -15,6 +15,13 @@ from deltazoo.blocks.data.writing import ShardConfig as ShardConfig
 from deltazoo.blocks.data.writing import write_shards as write_shards
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.decoder import Decoder as Decoder
+from deltazoo.blocks.generation.engine.engine import Engine as Engine
+from deltazoo.blocks.generation.engine.engine import EngineCounts as EngineCounts
+from deltazoo.blocks.generation.engine.prompt_file import FileCompletion as FileCompletion
+from deltazoo.blocks.generation.engine.prompt_file import generate_file as generate_file
+from deltazoo.blocks.generation.engine.request import Event as Event
+from deltazoo.blocks.generation.engine.request import Request as Request
+from deltazoo.blocks.generation.engine.request import TokenLogprobs as TokenLogprobs
 from deltazoo.blocks.generation.generate import generate_tokens as generate_tokens
 from deltazoo.blocks.generation.generate import stream as stream
 from deltazoo.blocks.generation.sampling import Sampling as Sampling

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deltazoo.backends.measure.table import Table
     from deltazoo.blocks.inspect.layer_benchmark import LayerBenchmark
     from deltazoo.blocks.inspect.model_benchmark import ModelBenchmark
+    from deltazoo.blocks.inspect.serve_benchmark import ServeBenchmark
 
 
 class Peer(StrEnum):
@@ -38,7 +39,7 @@ class Peer(StrEnum):
     fla = "fla"
 
 
-_B = TypeVar("_B", bound="Benchmark | LayerBenchmark | ModelBenchmark")
+_B = TypeVar("_B", bound="Benchmark | LayerBenchmark | ModelBenchmark | ServeBenchmark")
 
 NOTHING_RAN_OR_REGRESSED = 1  # exit code
 
@@ -58,6 +59,17 @@ def command(
             help="Time a whole model instead: training step, prefill and decoding. --backends then lists deltazoo (the "
             "default), backends, transformers_model and fla_model.",
         ),
+    ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve",
+            help="With --model, time the engine instead: throughput, time to the first token and time per token. B of "
+            "--shape is the number of slots, T the longest prompt.",
+        ),
+    ] = False,
+    loads: Annotated[
+        str | None, typer.Option(help="With --serve: comma-separated numbers of clients. Default: 1,4,16.")
     ] = None,
     layer: Annotated[
         list[str] | None,
@@ -140,10 +152,17 @@ def command(
     only_layers: dict[str, object] = {"--peer": peer, "--width": width}
     if model is not None:
         _refuse("--model", only_updates | only_layers | {"--layer": layer})
+        if serve:
+            _refuse("--serve", {"--backends": backends, "--checkpointing": checkpointing})
+            _bench_serve(model, shape, loads, config, markdown, as_json)
+            return
+        _refuse("without --serve, bench", {"--loads": loads})
         _bench_model(model, shape, split(backends), config, checkpointing, markdown, as_json)
         return
     if checkpointing is not None:
         raise ConfigError("--checkpointing needs --model")
+    if serve or loads:
+        raise ConfigError("--serve and --loads need --model")
     if layer:
         _refuse("--layer", only_updates | {"--backends": backends})
         sizes = {"width": width, "peer": peer and peer.value}
@@ -199,6 +218,30 @@ def _bench_model(
     _finish(live, markdown)
 
 
+def _bench_serve(
+    model: str,
+    shapes: list[str] | None,
+    loads: str | None,
+    config: "BenchConfig",
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
+    from deltazoo.blocks.inspect.benchmark import parse_batch
+    from deltazoo.blocks.inspect.serve_benchmark import ServeBenchConfig, ServeBenchmark, bench_serve
+    from deltazoo.blocks.spec.stack_spec import StackSpec
+
+    slots, prompt = parse_batch(shapes or ["B=16 T=512"])
+    settings = {**config.model_dump(include={"device", "dtype", "seed"}), "slots": slots, "prompt": prompt}
+    if loads is not None:
+        settings["loads"] = split(loads)
+    serve_config = ServeBenchConfig.model_validate(settings)
+    spec = StackSpec.load(model)
+    live = _Live["ServeBenchmark"](as_json, ServeBenchmark.table)
+    with live.interruptible():
+        bench_serve(model, spec, serve_config, live.progress, live.report)
+    _finish(live, markdown)
+
+
 def _bench_layers(
     layers: list[str],
     shapes: list[str] | None,
@@ -219,7 +262,9 @@ def _bench_layers(
     _finish(live, markdown)
 
 
-def _finish(live: "_Live[LayerBenchmark] | _Live[ModelBenchmark]", markdown: Path | None) -> None:
+def _finish(
+    live: "_Live[LayerBenchmark] | _Live[ModelBenchmark] | _Live[ServeBenchmark]", markdown: Path | None
+) -> None:
     """Print the benchmark as JSON if that is asked for, write its table, and raise the exit code of a failure."""
     from deltazoo.blocks.training.report import save_table
 

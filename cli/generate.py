@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from deltazoo.cli.terminal.options import AsJson, BackendName, Device, Seed, Trust
-from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_piece
+from deltazoo.cli.terminal.output import print_json, print_line, print_note, print_piece, progress
 from deltazoo.cli.terminal.threads import let_idle_threads_sleep
 
 
@@ -19,6 +19,20 @@ def command(
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue, with its last line break; -: standard input.")
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON Lines file with a prompt per line, to continue several at once: objects with prompt, and where "
+            "they differ id and options such as max_tokens. Needs --out."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --prompts: JSON Lines file to append results to; prompts whose ids it has are skipped."
+        ),
+    ] = None,
+    slots: Annotated[int | None, typer.Option(show_default="16", help="With --prompts: prompts in progress.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens (bytes without a tokenizer).")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely bytes.")] = None,
@@ -54,6 +68,7 @@ def command(
     let_idle_threads_sleep()
     import deltazoo
     from deltazoo.blocks.generation.completion import encode
+    from deltazoo.blocks.generation.engine.prompt_file import generate_file
     from deltazoo.blocks.generation.kept import compiles
 
     sampling = deltazoo.Sampling(
@@ -66,6 +81,19 @@ def command(
         stop=tuple(stop or ()),
         seed=seed,
     )
+    if (prompts is None) != (out is None) or (prompts is None and slots is not None):
+        raise typer.BadParameter("--prompts and --out need each other, and --slots needs both")
+    if prompts is not None and out is not None:
+        if prompt is not None or prompt_file is not None:
+            raise typer.BadParameter("give one of --prompt, --prompt-file and --prompts, got several")
+        model = deltazoo.load(checkpoint, device, backend, trust)
+        with progress() as show:
+            result = generate_file(model, prompts, out, sampling, slots or 16, bool(compile), show)
+        if as_json:
+            print_json(result)
+        else:
+            print_note(result.line())
+        return
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("give one of --prompt and --prompt-file, got both")
     if prompt_file is not None:

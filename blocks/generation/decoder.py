@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,26 +27,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Buffers(NamedTuple):
+    """What a step reads and writes: tokens [B, 1] int64, logits [B, L] float32, and the state of B rows."""
+
+    tokens: Tensor
+    logits: Tensor
+    state: StackState
+
+
 class Decoder:
     """Decode one token at a time. Every tensor keeps its address, so a step can be captured in a CUDA graph.
 
     Args:
         batch: number of rows B.
-        capacity: maximum number of tokens per row, including the prompt.
+        capacity: maximum number of tokens per row, including the prompt; None: no limit, for models without attention.
         compile: compile the step with torch.compile, on CUDA layer by layer, elsewhere as one graph. `rebind` the model
             before the first step.
+        buffers: the tensors of a step, such as views of the first rows of larger ones; None: new ones.
 
     A step reads `tokens` [B, 1] int64, updates `state` in place and writes `logits` [B, L] float32.
     """
 
-    def __init__(self, model: TokenModel, batch: int, capacity: int, compile: bool = False) -> None:
+    def __init__(
+        self, model: TokenModel, batch: int, capacity: int | None, compile: bool = False, buffers: Buffers | None = None
+    ) -> None:
         check_model(model)
         self.batch, self.capacity = batch, capacity
         self._reference: Callable[[], TokenModel | None] = lambda: model
-        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
-        self.logits = torch.zeros(batch, model.spec.vocab, device=model.device)
-        with torch.no_grad():
-            self.state: StackState = model.init_state(batch, capacity)
+        self.tokens, self.logits, self.state = buffers or new_buffers(model, batch, capacity)
         self.compile = compile
         self.layers, self._held = None, list[object]()
         if compile and model.device.type == "cuda":
@@ -89,7 +97,7 @@ class Decoder:
             raise ShapeError(
                 f"a prompt must have shape [B, T] with 1 <= B <= {self.batch} and T >= 1, got {list(tokens_BT.shape)}"
             )
-        if tokens_BT.shape[1] > self.capacity:
+        if self.capacity is not None and tokens_BT.shape[1] > self.capacity:
             raise StateError(
                 f"a prompt of {tokens_BT.shape[1]} tokens exceeds the decoder's capacity of {self.capacity}"
             )
@@ -145,6 +153,14 @@ class Decoder:
         self.sampler.captures = True
         rollback_(self.state, state_before)
         return self
+
+
+@torch.no_grad()
+def new_buffers(model: TokenModel, batch: int, capacity: int | None) -> Buffers:
+    """Return the buffers of a step, with the state before the first token."""
+    tokens_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+    logits_BL = torch.zeros(batch, model.spec.vocab, device=model.device)
+    return Buffers(tokens_B1, logits_BL, model.init_state(batch, capacity))
 
 
 def _step(model: TokenModel, tokens_B1: Tensor, state: StackState, logits_BL: Tensor) -> None:

@@ -89,17 +89,20 @@ def _request(
     check_type("sampling", sampling, Sampling | None, "a Sampling or None")
     check_type("generator", generator, torch.Generator | None, "a torch.Generator or None")
     sampling = sampling or Sampling()
+    if sampling.logprobs is not None:
+        raise ValueRangeError(f"logprobs must be None: an Engine reports them, got {sampling.logprobs}")
     tokens_BT, mask_BT = _pad_left(prompt)
     T = tokens_BT.shape[1]
     if isinstance(model, Decoder):
-        if T + sampling.max_tokens - 1 + drafted > model.capacity:  # the last token is not read
+        longest = T + sampling.max_tokens - 1 + drafted  # the last token is not read
+        if model.capacity is not None and longest > model.capacity:
             drafts = f" and {drafted} drafted ones" if drafted else ""
             raise StateError(
                 f"a decoder of capacity {model.capacity} is too small for {T} + {sampling.max_tokens} tokens{drafts}"
             )
         model = model.model
     check_model(model)
-    stops = _stop_sequences(sampling.stop, model.spec.vocab)
+    stops = stop_sequences(sampling.stop, model.spec.vocab)
     seed = sampling.seed
     if generator is not None or seed is None:
         device = "cpu" if generator is None else generator.device
@@ -239,7 +242,7 @@ def _pad_left(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
     return tokens_BT, mask_BT
 
 
-def _stop_sequences(stop: Sequence[str | int | tuple[int, ...]], vocab: int) -> list[tuple[int, ...]]:
+def stop_sequences(stop: Sequence[str | int | tuple[int, ...]], vocab: int) -> list[tuple[int, ...]]:
     sequences = []
     for entry in stop:
         tokens = (entry,) if isinstance(entry, int) else entry

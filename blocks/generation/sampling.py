@@ -31,6 +31,9 @@ class Sampling(FrozenConfig):
             tokens, texts for prompts of text.
         seed: of the random numbers; None: drawn from torch's default generator. With one seed the rows of a batch draw
             different numbers. With a seed for each row, a row draws those of a batch of this row and seed alone.
+        logprobs: number of most likely tokens whose log-probabilities a request of `deltazoo.Engine` reports beside
+            that of the chosen token; None: it reports none. They are those of the logits before penalty, temperature
+            and filters. `generate_tokens` and `generate` refuse the field.
     """
 
     max_tokens: int = Field(default=256, ge=1)
@@ -41,6 +44,7 @@ class Sampling(FrozenConfig):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     stop: tuple[str | int | tuple[int, ...], ...] = ()
     seed: Seed | tuple[Seed, ...] | None = 0
+    logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -73,7 +77,7 @@ def filter_logits(logits_BL: Tensor, sampling: Sampling) -> Tensor:
             probability_BK = largest_BK.softmax(-1)
             preceding_BK = probability_BK.cumsum(-1) - probability_BK
             count_B1 = (preceding_BK < top_p).sum(-1, keepdim=True)
-        scaled_BL = _keep_largest(scaled_BL, largest_BK.gather(-1, count_B1 - 1), count_B1)
+        scaled_BL = keep_largest(scaled_BL, largest_BK.gather(-1, count_B1 - 1), count_B1)
     if sampling.min_p is not None:
         scaled_BL = scaled_BL.masked_fill(scaled_BL < math.log(sampling.min_p), float("-inf"))
     return scaled_BL
@@ -86,15 +90,18 @@ def _largest(logits_BL: Tensor, count: int | None) -> Tensor:
     return logits_BL.topk(count, -1).values
 
 
-def _keep_largest(logits_BL: Tensor, least_B1: Tensor, count_B1: Tensor) -> Tensor:
+def keep_largest(logits_BL: Tensor, least_B1: Tensor, count_B1: Tensor) -> Tensor:
     """Set all but the `count` largest logits of a row, the least of which is given, to -inf; keep the first of ties."""
     above_BL, equal_BL = logits_BL > least_B1, logits_BL == least_B1
     missing_B1 = count_B1 - above_BL.sum(-1, keepdim=True)
     return logits_BL.masked_fill(~(above_BL | (equal_BL & (equal_BL.cumsum(-1) <= missing_B1))), float("-inf"))
 
 
-def penalize(logits_BL: Tensor, seen_BL: Tensor, penalty: float) -> Tensor:
-    """Apply the repetition penalty. Args: seen_BL: bool, the tokens of the prompt and of the continuation."""
+def penalize(logits_BL: Tensor, seen_BL: Tensor, penalty: float | Tensor) -> Tensor:
+    """Apply the repetition penalty, a number or [B, 1].
+
+    Args: seen_BL: bool, the tokens of the prompt and of the continuation.
+    """
     return torch.where(seen_BL, torch.where(logits_BL > 0, logits_BL / penalty, logits_BL * penalty), logits_BL)
 
 
@@ -107,8 +114,13 @@ def sample(logits_BL: Tensor, sampling: Sampling, uniform_B: Tensor) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits_BL.argmax(-1)
+    return draw_tokens(filter_logits(logits_BL, sampling), uniform_B)
+
+
+def draw_tokens(filtered_BL: Tensor, uniform_B: Tensor) -> Tensor:
+    """Draw one token per row, [B] int64, from the softmax of `filtered_BL`."""
     # In float64 the order of the additions, which depends on the batch, does not matter.
-    cumulative_BL = filter_logits(logits_BL, sampling).softmax(-1).cumsum(-1, dtype=uniform_B.dtype)
+    cumulative_BL = filtered_BL.softmax(-1).cumsum(-1, dtype=uniform_B.dtype)
     threshold_B1 = uniform_B[:, None] * cumulative_BL[:, -1:]
     token_B = torch.searchsorted(cumulative_BL, threshold_B1, right=True)[:, 0]
-    return token_B.clamp(max=logits_BL.shape[-1] - 1)  # NaN must not become an index beyond the embedding
+    return token_B.clamp(max=filtered_BL.shape[-1] - 1)  # NaN must not become an index beyond the embedding

@@ -269,3 +269,15 @@ def test_generate_reads_the_prompt_from_a_file_or_standard_input(run, ok, folder
     )
     assert f"cannot read {tmp_path / 'no'}: No such file" in run(*options, "--prompt-file", tmp_path / "no").err
     assert "got both" in run(*options, "--prompt", "a", "--prompt-file", tmp_path / "no").err
+
+
+def test_generate_continues_a_file_of_prompts(ok, run, folder, tmp_path):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "9 green"}\n{"prompt": "1 g", "id": "b", "temperature": 0}\n')
+    options = ("--prompts", prompts, "--out", out, "--max-tokens", 5)
+    result = ok("generate", folder, *options, "--slots", 2, "--json").json
+    assert (result["completed"], result["tokens"]) == (2, 10)
+    assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {0, "b"}
+    assert "2 were done before" in ok("generate", folder, *options).err
+    assert run("generate", folder, "--prompts", prompts).code == 2
+    assert run("generate", folder, *options, "--prompt", "a").code == 2

@@ -201,12 +201,17 @@ def test_packed_window_takes_memory_linear_in_time() -> None:
 
 def exact_varlen_attn(q, k, v, bounds, bounds_k, longest, longest_k, *, scale, window_size):
     """torch's varlen_attn in float64, sequence by sequence."""
-    assert bounds is bounds_k and bounds.dtype == torch.int32 and window_size[1] == 0
+    assert bounds.dtype == bounds_k.dtype == torch.int32
+    assert window_size[1] == 0
     pieces = []
-    for begin, end in itertools.pairwise(bounds.tolist()):
+    pairs = zip(itertools.pairwise(bounds.tolist()), itertools.pairwise(bounds_k.tolist()), strict=True)
+    for (begin, end), (begin_k, end_k) in pairs:
         assert end - begin <= longest
-        q_n, k_n, v_n = (x[begin:end].double().transpose(0, 1) for x in (q, k, v))
-        age = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        assert end_k - begin_k <= longest_k
+        q_n = q[begin:end].double().transpose(0, 1)
+        k_n, v_n = (x[begin_k:end_k].double().transpose(0, 1) for x in (k, v))
+        earlier = (end_k - begin_k) - (end - begin)
+        age = torch.arange(earlier, earlier + end - begin)[:, None] - torch.arange(end_k - begin_k)
         visible = (age >= 0) & ((age <= window_size[0]) | (window_size[0] < 0))
         score = (scale * q_n @ k_n.mT).masked_fill(~visible, -torch.inf)
         pieces.append((score.softmax(-1) @ v_n).transpose(0, 1).to(q.dtype))
@@ -234,3 +239,23 @@ def test_flash_attention_computes_the_same_windows_and_packs(bounds, window, on_
     for actual, expected in zip(*results, strict=True):
         error = (actual.double() - expected).norm() / expected.norm()
         assert error <= (1e-2 if on_gpu else 1e-12), error
+
+
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=needs_gpu)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_flash_attention_of_packs_reads_the_filled_slots_of_a_cache(window, on_gpu, monkeypatch):
+    """The rows of the cache are empty, partly filled, full and, with a window, overwritten; one piece is empty."""
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, heads, 16, generator=generator).to(device, dtype) for heads in (4, 2, 2))
+    past_k, past_v = (torch.randn(4, window or 9, 2, 16, generator=generator).to(device, dtype) for _ in range(2))
+    cache = KVCache(past_k, past_v, torch.tensor([0, 3, window or 9, 13 if window else 4], device=device))
+    cu_seqlens = torch.tensor([0, 6, 7, 7, 17], dtype=torch.int32, device=device)
+    wide = KVCache(past_k.double(), past_v.double(), cache.position)
+    expected = softmax_attention.attend_packed(q.double(), k.double(), v.double(), 0.3, window, wide, cu_seqlens)
+    if not on_gpu:
+        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", exact_varlen_attn)
+        monkeypatch.setattr(softmax_attention, "has_flash_attention", lambda q, v: True)
+    actual = softmax_attention.attend_packed(q, k, v, 0.3, window, cache, cu_seqlens)
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error <= (1e-2 if on_gpu else 1e-12), error

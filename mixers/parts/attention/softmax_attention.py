@@ -4,6 +4,8 @@ B batch, T time, H heads, G key-value heads, E head width, S slots, W window, N 
 J keys, L queries of the first block, M blocks
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,11 +101,16 @@ def attend_packed(
 ) -> Tensor:
     """Attend within each packed sequence, to its cached tokens and its new ones.
 
-    The mask has T x (N S + T) elements, except in eager calls on a CPU, which run the sequences one by one.
+    Torch's flash attention reads a copy of the filled slots and the new keys, with 16-bit operands on a GPU. Otherwise
+    the mask has T x (N S + T) elements, except in eager calls on a CPU, which run the sequences one by one.
 
     Args: cache: row n holds sequence n, without the new tokens.
     """
     T, (N, S) = q.shape[1], cache.k.shape[:2]
+    if N and k.shape[-1] == v.shape[-1] and has_flash_attention(q, v):
+        keys, values, key_bounds = packed_keys(k, v, cache, cu_seqlens)
+        query_bounds = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), T)])
+        return _flash(q, keys, values, scale, window, _Bounds(query_bounds, key_bounds, S + T))
     if N > 1 and values_are_readable(cu_seqlens):
         pieces = []
         for n, (q_n, k_n, v_n) in enumerate(_split_packed((q, k, v), cu_seqlens)):
@@ -182,18 +189,58 @@ def flash_attend(
 
     The tokens after the last packed sequence are a further sequence.
     """
-    from torch.nn.attention.varlen import varlen_attn  # imports Triton
-
-    B, T, H, _ = q.shape
+    B, T = q.shape[:2]
     if cu_seqlens is None:
         bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
     else:
         bounds = torch.cat([cu_seqlens.int(), cu_seqlens.new_full((1,), T, dtype=torch.int32)])
-    groups = H // k.shape[2]
+    return _flash(q, k, v, scale, window, _Bounds(bounds, bounds, T))
+
+
+def packed_keys(k: Tensor, v: Tensor, cache: KVCache, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack the cached keys and values of each sequence, oldest first, with its new ones after them.
+
+    Args: k, v: [1, T, G, E], the new tokens; cache: row n holds sequence n, without the new tokens.
+    Returns: keys and values [1, N S + T, G, E], of which the last ones may mean nothing; the bounds of the sequences,
+        [N + 2] int32, the last one of which has the tokens after cu_seqlens[-1].
+    """
+    T, (N, S) = k.shape[1], cache.k.shape[:2]
+    cached_N = cache.position.clamp(max=S)
+    before_N1 = F.pad(cached_N.cumsum(0), (1, 0))  # cached tokens of the sequences before each one
+    bounds = cu_seqlens.long() + before_N1
+    key_J = torch.arange(N * S + T, device=k.device)
+    sequence_J = torch.searchsorted(bounds, key_J, right=True) - 1
+    row_J = sequence_J.clamp(max=N - 1)
+    offset_J = key_J - bounds[row_J]
+    is_cached_J = (sequence_J < N) & (offset_J < cached_N[row_J])
+    slot_J = row_J * S + (cache.position - cached_N)[row_J].add(offset_J) % S
+    token_J = N * S + key_J - before_N1[(sequence_J + 1).clamp(max=N)]
+    source_J = torch.where(is_cached_J, slot_J, token_J.clamp(max=N * S + T - 1))
+    keys, values = (
+        torch.cat([old.flatten(0, 1).to(new.dtype), new[0]]).index_select(0, source_J)[None]
+        for old, new in ((cache.k, k), (cache.v, v))
+    )
+    return keys, values, torch.cat([bounds, (T + before_N1[-1:])]).int()
+
+
+class _Bounds(NamedTuple):
+    """Bounds of packed sequences among the queries and the keys, [N + 1] int32, and the most keys of a sequence."""
+
+    queries: Tensor
+    keys: Tensor
+    most_keys: int
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bounds: _Bounds) -> Tensor:
+    """Call torch's varlen_attn on rows of sequences, whose queries are those of the last keys."""
+    from torch.nn.attention.varlen import varlen_attn  # imports Triton
+
+    groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
     before = -1 if window is None else window - 1  # tokens before the current one
     q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
-    o = varlen_attn(q_rows, k_rows, v_rows, bounds, bounds, T, T, scale=scale, window_size=(before, 0))
+    T, J, window_size = q.shape[1], bounds.most_keys, (before, 0)
+    o = varlen_attn(q_rows, k_rows, v_rows, bounds.queries, bounds.keys, T, J, scale=scale, window_size=window_size)
     assert isinstance(o, Tensor)  # without the logsumexp
     return o.view(q.shape)
 

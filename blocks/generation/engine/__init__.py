@@ -1,0 +1,1 @@
+"""An engine for many requests: pool of states, schedule, prefix reuse. Single batches are in the parent folder."""

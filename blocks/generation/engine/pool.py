@@ -1,0 +1,204 @@
+"""The rows of requests: states, next tokens and sampling parameters, with the requests in the first rows.
+
+A request that leaves is replaced by that of the last row. A step of n requests therefore runs in place on views of the
+first n rows, or of a few more if its sizes are rounded up.
+
+R rows, L vocabulary
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from deltazoo.blocks.generation.decoder import Buffers, new_buffers
+from deltazoo.blocks.generation.engine.prefix_tree import Node, Snapshot
+from deltazoo.blocks.generation.engine.request import Continuation, Request
+from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, RowSampling
+from deltazoo.blocks.generation.philox import uniforms
+from deltazoo.blocks.model.interface import TokenModel
+
+_NUMBERS = 64  # random numbers of a request that are computed at once
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in the engine.
+
+    Args:
+        number: increases with each request.
+        prompt: its tokens [T] on the CPU.
+        node: its node in the prefix tree, if there is one.
+        seed: of its random numbers.
+        read: tokens of the prompt that its state includes.
+        drawn: tokens that the device has been told to draw, which may be more than have arrived.
+    """
+
+    request: Request
+    continuation: Continuation
+    number: int
+    prompt: Tensor
+    seed: int
+    node: Node | None = None
+    read: int = 0
+    drawn: int = 0
+    _numbers: list[float] = field(default_factory=list)
+
+    @property
+    def has_drawn_all(self) -> bool:
+        return self.drawn >= self.request.sampling.max_tokens
+
+    def next_uniform(self) -> float:
+        """Return the random number of the next token: that of a batch of this request and seed alone."""
+        if self.request.sampling.temperature == 0:
+            return 0.0
+        at = self.drawn % _NUMBERS
+        if not at or not self._numbers:
+            seed_1 = torch.tensor([self.seed], device="cpu")
+            self._numbers = uniforms(seed_1, torch.zeros_like(seed_1), self.drawn - at, _NUMBERS)[:, 0].tolist()
+        return self._numbers[at]
+
+
+class _Rows(NamedTuple):
+    """What belongs to the request of a row and moves with it, R rows each."""
+
+    state: list[Tensor]
+    tokens: Tensor
+    sampling: RowSampling
+    seen: Tensor
+
+
+class Pool:
+    """Rows of a fixed number, the first of which hold requests.
+
+    Args:
+        rows: R.
+        capacity: number of tokens per row of caches that keep every token; None: the model has none.
+        sizes: numbers of rows that steps run on, in ascending order up to R; None: as many as there are requests.
+    """
+
+    def __init__(self, model: TokenModel, rows: int, capacity: int | None, sizes: Sequence[int] | None) -> None:
+        self.rows, self.capacity, self.sizes = rows, capacity, sizes
+        self.jobs: list[Job] = []
+        device = model.device
+        self._buffers = new_buffers(model, rows, capacity)
+        sampling = RowSampling.empty(rows, device)
+        self._seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device=device)
+        # MPS has no float64
+        self._uniform = torch.zeros(rows, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._leaves, self._structure = tree_flatten(self._buffers.state)
+        self._own = _Rows(self._leaves, self._buffers.tokens, sampling, self._seen)
+        with torch.no_grad():
+            self._initial = tree_leaves(model.init_state(1, capacity))
+        self._is_cache = [_keeps_every_token(model, i, x, capacity) for i, x in enumerate(self._initial)]
+
+    def __len__(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.jobs) == self.rows
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of the state of a row."""
+        return sum(x.numel() * x.element_size() for x in self._initial)
+
+    @property
+    def width(self) -> int:
+        """The number of rows that a step runs on."""
+        count = len(self.jobs)
+        return count if self.sizes is None else next(size for size in self.sizes if size >= count)
+
+    def buffers(self, rows: int) -> Buffers:
+        """Return views of the first rows for a step of the model."""
+        state = tree_unflatten([x[:rows] for x in self._leaves], self._structure)
+        return Buffers(self._buffers.tokens[:rows], self._buffers.logits[:rows], state)
+
+    def draw_buffers(self, rows: int) -> DrawBuffers:
+        """Return views of the first rows for a draw."""
+        own = self._own
+        sampling = RowSampling(*(x[:rows] for x in own.sampling))
+        return DrawBuffers(
+            own.tokens[:rows], self._buffers.logits[:rows], sampling, own.seen[:rows], self._uniform[:rows]
+        )
+
+    def set_uniforms(self, numbers: list[float]) -> None:
+        """Write the random numbers of the first rows, without waiting for the device."""
+        host = torch.tensor(numbers, dtype=self._uniform.dtype, device="cpu")
+        if self._uniform.is_cuda:
+            host = host.pin_memory()
+        self._uniform[: len(host)].copy_(host, non_blocking=True)
+
+    def join(self, job: Job, snapshot: Snapshot | None) -> None:
+        """Give a job the next row, with the state of a snapshot, or the one before the first token."""
+        row, sampling = len(self.jobs), job.request.sampling
+        self.jobs.append(job)
+        state = _rows(self._leaves, row)
+        if snapshot is None:
+            torch._foreach_copy_(state, self._initial)
+        else:
+            self._restore(state, snapshot)
+            job.read = snapshot.length
+        self._own.sampling.set_row(row, sampling)
+        if sampling.repetition_penalty != 1:
+            self._seen[row].zero_()
+            self._seen[row].index_fill_(0, job.prompt.to(self._seen.device, non_blocking=True), True)
+
+    def move(self, row: int, target: "Pool") -> None:
+        """Move the job of a row to another pool."""
+        target.jobs.append(self.jobs[row])
+        _copy_row(self._own, row, target._own, len(target.jobs) - 1)
+        self.leave(row)
+
+    def leave(self, row: int) -> Job:
+        """Take the job of a row out; that of the last row replaces it."""
+        job, last = self.jobs[row], len(self.jobs) - 1
+        if row != last:
+            _copy_row(self._own, last, self._own, row)
+            self.jobs[row] = self.jobs[last]
+        self.jobs.pop()
+        return job
+
+    def snapshot(self, row: int) -> Snapshot:
+        """Return a copy of the state of a row."""
+        length = self.jobs[row].read
+        parts = [
+            (x[:, :length] if is_cache else x)
+            for x, is_cache in zip(_rows(self._leaves, row), self._is_cache, strict=True)
+        ]
+        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
+        torch._foreach_copy_(copies, parts)
+        return Snapshot(length, copies)
+
+    def _restore(self, state: list[Tensor], snapshot: Snapshot) -> None:
+        for row, initial, saved, is_cache in zip(state, self._initial, snapshot.tensors, self._is_cache, strict=True):
+            if is_cache:
+                row.copy_(initial)
+                row[:, : snapshot.length].copy_(saved)
+        whole = [not is_cache for is_cache in self._is_cache]
+        torch._foreach_copy_(_where(state, whole), _where(snapshot.tensors, whole))
+
+
+def _rows(tensors: list[Tensor], row: int) -> list[Tensor]:
+    return [x[row : row + 1] for x in tensors]
+
+
+def _where(tensors: list[Tensor], chosen: list[bool]) -> list[Tensor]:
+    return [x for x, is_chosen in zip(tensors, chosen, strict=True) if is_chosen]
+
+
+def _copy_row(source: _Rows, row: int, target: _Rows, to: int) -> None:
+    sources, targets = (_rows(tree_leaves(rows), i) for rows, i in ((source, row), (target, to)))
+    torch._foreach_copy_(targets, sources)
+
+
+def _keeps_every_token(model: TokenModel, index: int, initial: Tensor, capacity: int | None) -> bool:
+    """Whether a tensor of the state has a slot for each token in dimension 1, the first ones of which are filled."""
+    if capacity is None or initial.dim() < 2 or initial.shape[1] != capacity:
+        return False
+    larger = tree_leaves(tree_map(lambda x: x, model.init_state(0, capacity + 1)))[index]
+    return bool(larger.shape[1] == capacity + 1)

@@ -1,0 +1,151 @@
+"""The calls of the model on the rows of a pool: captured in CUDA graphs, compiled, or eager.
+
+T tokens of a step's pieces, N pieces
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.cuda_graph import capture
+from deltazoo.blocks.generation.decoder import Buffers, Decoder
+from deltazoo.blocks.generation.engine.pool import Pool
+from deltazoo.blocks.generation.engine.row_sampling import DrawKind, Drawn, draw
+from deltazoo.blocks.generation.fingerprint import runs_python_code
+from deltazoo.blocks.model.interface import TokenModel
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.state import overwrite_
+
+_LEAST_TOKENS = 64  # of the pieces of a step whose sizes are rounded up
+_log = logging.getLogger("deltazoo")
+
+
+class Steps:
+    """The calls of the model on a pool: captured in CUDA graphs, compiled, or eager."""
+
+    def __init__(self, model: TokenModel, step_tokens: int, compile: bool) -> None:
+        self._model, self._compile = model, compile
+        self._captures = model.device.type == "cuda" and not runs_python_code(model)
+        self._token_sizes = step_sizes(min(_LEAST_TOKENS, step_tokens), step_tokens)
+        self._decoders: dict[int, Decoder] = {}
+        self._readers: dict[tuple[int, int], tuple[Tensor, Callable[[], object]]] = {}
+        self._draws: dict[tuple[Pool, int, DrawKind], tuple[Callable[[], object], list[Drawn]]] = {}
+        self._memory = torch.cuda.graph_pool_handle() if self._captures else None
+
+    def decode(self, pool: Pool) -> None:
+        """Read the next token of each row, and write the logits."""
+        self._decoder(pool, pool.width).step()
+
+    def read(self, pool: Pool, pieces: list[Tensor]) -> None:
+        """Read a piece of a prompt per row, which may be empty; write the logits of their last tokens."""
+        N, T = pool.width, sum(map(len, pieces))
+        if self._captures:
+            T = next(size for size in self._token_sizes if size >= T)
+        host = _pack(pieces, N, T)
+        if not self._captures:
+            _read(self._model, pool.buffers(N), host.to(self._model.device), T)
+            return
+        packed, run = self._reader(pool, N, T)
+        packed.copy_(host.pin_memory(), non_blocking=True)
+        run()
+
+    def draw(self, pool: Pool, kind: DrawKind) -> Drawn:
+        """Draw a token per row."""
+        if not self._captures:
+            return draw(pool.draw_buffers(pool.width), kind)
+        key = pool, pool.width, kind
+        if key not in self._draws:
+            self._draws[key] = _captured_draw(pool, kind, self._model.device)
+        replay, result = self._draws[key]
+        replay()
+        return result[-1]
+
+    def warm_up_decoding(self, pool: Pool) -> None:
+        """Make the decoders of all sizes."""
+        for rows in pool.sizes or ():
+            self._decoder(pool, rows)
+
+    def warm_up_reading(self, pool: Pool) -> None:
+        """Make the graphs of pieces of all sizes."""
+        if self._captures:
+            for rows, tokens in itertools.product(pool.sizes or (), self._token_sizes):
+                self._reader(pool, rows, tokens)
+
+    def _decoder(self, pool: Pool, rows: int) -> Decoder:
+        if rows not in self._decoders:
+            decoder = Decoder(self._model, rows, pool.capacity, self._compile, pool.buffers(rows))
+            if self._captures:
+                try:
+                    decoder.capture()
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    _log.warning("the decoding step of this model cannot be captured and stays eager: %s", error)
+            elif self._compile:
+                decoder.warm_up()
+            self._decoders[rows] = decoder
+        return self._decoders[rows]
+
+    def _reader(self, pool: Pool, rows: int, tokens: int) -> tuple[Tensor, Callable[[], object]]:
+        """Capture the reading of pieces of T tokens in all. The warm-up has empty pieces, which leave the states."""
+        key = rows, tokens
+        if key not in self._readers:
+            packed = _pack([], rows, tokens).to(self._model.device)
+            run = functools.partial(_read, self._model, pool.buffers(rows), packed, tokens)
+            replay: Callable[[], object] = run
+            try:
+                replay = capture(run, packed.device, self._memory)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                _log.warning("the reading of prompts by this model cannot be captured and stays eager: %s", error)
+            self._readers[key] = packed, replay
+        return self._readers[key]
+
+
+def _pack(pieces: list[Tensor], rows: int, tokens: int) -> Tensor:
+    """Return pieces [T], their bounds [N + 1] and the indices of their last tokens [N] as one int64 tensor."""
+    packed = torch.zeros(tokens + 2 * rows + 1, dtype=torch.int64, device="cpu")
+    start = 0
+    for row, piece in enumerate(pieces):
+        packed[start : start + len(piece)] = piece
+        start += len(piece)
+        packed[tokens + row + 1] = start
+    packed[tokens + len(pieces) + 1 : tokens + rows + 1] = start
+    packed[tokens + rows + 1 :] = (packed[tokens + 1 : tokens + rows + 1] - 1).clamp(min=0)
+    return packed
+
+
+def _read(model: TokenModel, buffers: Buffers, packed: Tensor, tokens: int) -> None:
+    """Read packed pieces; the logits of an empty one mean nothing."""
+    rows = len(buffers.tokens)
+    bounds, last = packed[tokens : tokens + rows + 1].int(), packed[tokens + rows + 1 :]
+    x_1TD, state = model.features(packed[None, :tokens], buffers.state, Context(cu_seqlens=bounds))
+    overwrite_(buffers.state, state)
+    buffers.logits.copy_(model.logits(x_1TD[0, last]))
+
+
+def _captured_draw(pool: Pool, kind: DrawKind, device: torch.device) -> tuple[Callable[[], object], list[Drawn]]:
+    """Capture a draw. The warm-up must not count as one: it changes the tokens and, with a penalty, those seen."""
+    buffers, result = pool.draw_buffers(pool.width), list[Drawn]()
+    before = buffers.tokens.clone(), buffers.seen.clone()
+    replay = capture(lambda: result.append(draw(buffers, kind)), device)
+    buffers.tokens.copy_(before[0])
+    buffers.seen.copy_(before[1])
+    return replay, result[-1:]
+
+
+def step_sizes(least: int, most: int, halves: bool = True) -> list[int]:
+    """Return the sizes that steps are rounded up to: `least` times powers of two below `most`, and `most`.
+
+    Args: halves: from 4 `least` on also the sizes half-way between.
+    """
+    sizes, size = list[int](), least
+    while size < most:
+        sizes += [size, size * 3 // 2] if halves and size >= 4 * least else [size]
+        size *= 2
+    return [*(size for size in sizes if size < most), most]

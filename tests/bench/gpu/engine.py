@@ -1,0 +1,169 @@
+"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix]...
+
+bf16, random weights, greedy. Prints rows of
+
+decode: tokens per second of 64 decoding requests, against a captured step of 64 rows alone.
+serve: tokens per second of 512 requests with prompts of 64 to 2,048 tokens and outputs of 32 to 512, both log-uniform,
+    in 64 slots, against static batches of 64 of the same requests by `generate_tokens` (the first BATCHES batches).
+prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens and suffixes of up to 128 read,
+    submitted together and one after the other, and the seconds, with and without reuse.
+few: serve with 128 requests and one batch.
+warm: only few tokens of each, to fill the caches of compilers.
+
+Needs a CUDA device.
+"""
+
+import functools
+import math
+import random
+import statistics
+import sys
+import time
+
+import torch
+
+import deltazoo
+from deltazoo import Engine, Sampling
+from deltazoo.blocks import Decoder, generate_tokens
+
+SLOTS, REQUESTS, BATCHES = 64, 512, 2
+CACHE = SLOTS * 4608
+
+
+def build(name):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return deltazoo.preset(name).build().to(torch.bfloat16).eval()
+
+
+def seconds(call):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def tokens(rng, model, count):
+    return [rng.randrange(model.spec.vocab) for _ in range(count)]
+
+
+def log_uniform(rng, least, most):
+    return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+
+def run(engine):
+    for _ in engine:
+        pass
+
+
+def row(*cells):
+    print(" | ".join(str(cell) for cell in cells), flush=True)
+
+
+def engine_of(model, **settings):
+    return Engine(model, slots=SLOTS, step_tokens=2048, cache_tokens=CACHE, **settings)
+
+
+def decode(model, engine, count):
+    rng = random.Random(0)
+    decoder = Decoder(model, SLOTS, CACHE // SLOTS).capture()
+    alone = statistics.median(seconds(decoder.step) for _ in range(count))
+    del decoder
+    for _ in range(SLOTS):
+        engine.submit(tokens(rng, model, 16), Sampling(temperature=0, max_tokens=count + 40))
+    while len(engine._decoding) < SLOTS:
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    taken = seconds(lambda: [engine.step() for _ in range(count)]) / count
+    run(engine)
+    row("decode 64", f"step alone {alone * 1e3:.3f} ms", f"engine {taken * 1e3:.3f} ms", f"{alone / taken:.3f}x")
+
+
+def serve(model, engine, requests, batches, most):
+    rng = random.Random(1)
+    work = [
+        (tokens(rng, model, log_uniform(rng, 64, 2048)), min(log_uniform(rng, 32, 512), most)) for _ in range(requests)
+    ]
+    submitted = []
+
+    def by_engine():
+        for prompt, limit in work:
+            submitted.append(engine.submit(prompt, Sampling(temperature=0, max_tokens=limit)))
+        run(engine)
+
+    before = engine.counts
+    taken = seconds(by_engine)
+    count = sum(limit for _, limit in work)
+    assert sum(len(request.tokens) for request in submitted) == count
+    steps, read = engine.counts.steps - before.steps, engine.counts.read - before.read
+    rate = f"{count / taken:.0f} tokens/s"
+    row("serve", f"{requests} requests", f"{taken:.2f} s", rate, f"{steps} steps", f"{read} tokens read", memory())
+    static = count = 0
+    for n, start in enumerate([0, *range(0, batches * SLOTS, SLOTS)]):  # the first one captures the step
+        batch = work[start : start + SLOTS]
+        longest = max(limit for _, limit in batch) if n else 2
+        prompts = [torch.tensor(prompt, device="cuda") for prompt, _ in batch]
+        sampling = Sampling(temperature=0, max_tokens=longest)
+        static += (n > 0) * seconds(functools.partial(generate_tokens, model, prompts, sampling))
+        count += (n > 0) * sum(limit for _, limit in batch)
+    if batches:
+        row("static", f"{batches} batches of {SLOTS}", f"{static:.2f} s", f"{count / static:.0f} tokens/s", memory())
+
+
+def prefix(model, engine, shared, count):
+    unshared = engine_of(model, prefix_bytes=0)
+    for n, (name, together, here) in enumerate(
+        (("together", True, engine), ("one after the other", False, engine), ("no reuse", True, unshared))
+    ):
+        rng = random.Random(n)
+        first = tokens(rng, model, shared)
+        prompts = [first + tokens(rng, model, rng.randint(1, 128)) for _ in range(count)]
+
+        def submit_all(here=here, together=together, prompts=prompts):
+            for prompt in prompts:
+                here.submit(prompt, Sampling(temperature=0, max_tokens=1))
+                if not together:
+                    run(here)
+            run(here)
+
+        before = here.counts.read
+        taken = seconds(submit_all)
+        read, whole = here.counts.read - before, sum(map(len, prompts))
+        row("prefix", name, f"{read} of {whole} tokens read, {whole / read:.1f}x less", f"{taken:.3f} s")
+
+
+def memory():
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return f"peak {peak:.1f} GiB"
+
+
+def main():
+    names = sys.argv[1:]
+    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix")]
+    model_name = next((name for name in names if name not in work), "gated-deltanet-1.3b")
+    row(torch.cuda.get_device_name(), torch.__version__, model_name)
+    start = time.perf_counter()
+    model = build(model_name)
+    engine = engine_of(model)
+    built = time.perf_counter()
+    engine.warm_up()
+    row(f"built in {built - start:.1f} s", f"warmed up in {time.perf_counter() - built:.1f} s", memory())
+    if "warm" in work:
+        decode(model, engine, 4)
+        serve(model, engine, SLOTS, 1, 8)
+        prefix(model, engine, 512, 3)
+    if "serve" in work:
+        serve(model, engine, REQUESTS, BATCHES, 512)
+    if "prefix" in work:
+        prefix(model, engine, 4096, 64)
+    if "decode" in work:
+        decode(model, engine, 100)
+    if "few" in work:
+        serve(model, engine, 2 * SLOTS, 1, 512)
+
+
+if __name__ == "__main__":
+    main()

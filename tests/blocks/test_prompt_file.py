@@ -1,0 +1,102 @@
+"""Files of prompts are continued line by line, and an interrupted run is resumed."""
+
+import json
+
+import pytest
+import torch
+
+from deltazoo import Sampling
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.generation.completion import generate
+from deltazoo.blocks.generation.engine import prompt_file
+from deltazoo.blocks.generation.engine.prompt_file import generate_file
+from deltazoo.blocks.generation.generate import generate_tokens
+
+SAMPLING = Sampling(max_tokens=6, seed=10)
+
+
+@pytest.fixture
+def model(build, spec):
+    return build(spec.model_copy(update={"vocab": 256})).float()
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def read(path):
+    return {entry["id"]: entry for entry in map(json.loads, path.read_text().splitlines())}
+
+
+def test_each_prompt_has_the_continuation_of_a_call_alone(model, tmp_path):
+    tokens, nan = [5, 6, 7], [1, 2]
+    prompts = write(
+        tmp_path / "in.jsonl",
+        {"prompt": "some\u2028text"},
+        {"prompt": "other", "id": "b", "max_tokens": 3, "seed": 2},
+        "",
+        {"prompt": tokens, "temperature": 0},
+        {"prompt": nan, "logprobs": 1},
+    )
+    calls = []
+    result = generate_file(
+        model, prompts, tmp_path / "new" / "out.jsonl", SAMPLING, 2, progress=lambda *x: calls.append(x)
+    )
+    entries = read(tmp_path / "new" / "out.jsonl")
+    first = generate(model, "some\u2028text", SAMPLING)
+    assert first.text.startswith(entries[0]["text"])
+    assert entries[0]["reason"] == "max_tokens"
+    assert generate(model, "other", Sampling(max_tokens=3, seed=2)).text.startswith(entries["b"]["text"])
+    greedy = generate_tokens(model, torch.tensor([tokens]), Sampling(max_tokens=6, temperature=0))
+    assert entries[2]["tokens"] == greedy[0].tolist()
+    sampled = generate_tokens(model, torch.tensor([nan]), SAMPLING.model_copy(update={"seed": 13}))
+    assert entries[3]["tokens"] == sampled[0].tolist()
+    assert len(entries[3]["logprobs"]) == 6
+    assert (result.completed, result.failed, result.skipped, result.tokens) == (4, 0, 0, 6 + 3 + 6 + 6)
+    assert [call[:3] for call in calls] == [("prompts", n, 4) for n in range(5)]
+
+
+def test_an_interrupted_file_is_resumed(model, tmp_path, monkeypatch):
+    prompts = write(tmp_path / "in.jsonl", *({"prompt": [n, n], "max_tokens": n + 1} for n in range(6)))
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    generate_file(model, prompts, whole, SAMPLING)
+    step, calls = prompt_file.Engine.step, []
+
+    def interrupted(engine):
+        calls.append(engine)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prompt_file.Engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate_file(model, prompts, out, SAMPLING, 2)
+    done = len(read(out))
+    assert 0 < done < 6
+    with out.open("a") as file:
+        file.write('{"id": 5, "tok')  # cut in the middle of a line
+    result = generate_file(model, prompts, out, SAMPLING, 2)
+    assert (result.completed, result.skipped) == (6 - done, done)
+    assert read(out) == read(whole)
+    assert generate_file(model, prompts, out, SAMPLING).completed == 0
+
+
+@pytest.mark.parametrize(
+    ("sentence", "lines"),
+    [
+        ("line 2 is not JSON", [{"prompt": "a"}, "{"]),
+        ("line 1 must be a JSON object", ["[]"]),
+        ("line 1 has unknown fields promt", [{"promt": "a"}]),
+        ("line 1: prompt must be a text or a list of tokens, not empty, got ''", [{"prompt": ""}]),
+        ("line 1: prompt must be a text or a list of tokens", [{"prompt": [1, "a"]}]),
+        ("line 2: two prompts have the id 1", [{"prompt": "a", "id": 1}, {"prompt": "b"}]),
+        ("line 1: id must be a text or an integer", [{"prompt": "a", "id": 1.5}]),
+        ("line 1: Sampling: temperature must be at least 0", [{"prompt": "a", "temperature": -1}]),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_refused_with_its_number(model, tmp_path, sentence, lines):
+    with pytest.raises(ConfigError, match=sentence):
+        generate_file(model, write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
