@@ -59,9 +59,14 @@ class Prefetch:
         while not self._closed.is_set():
             try:
                 batch = next(loader)
-                tensors = (batch.tokens, batch.targets, batch.cu_seqlens)
-                pinned = Batch(*(tensor.pin_memory() for tensor in tensors), batch.counted) if self._pin else batch
-                item = pinned, loader.state()
+                if self._pin:
+                    batch = Batch(
+                        batch.tokens.pin_memory(),
+                        batch.targets.pin_memory(),
+                        batch.cu_seqlens.pin_memory(),
+                        batch.counted,
+                    )
+                item = batch, loader.state()
             except BaseException as error:  # raised again where the batch is wanted
                 item = error
             self._ready.put(item)

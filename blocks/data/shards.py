@@ -9,7 +9,7 @@ import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +193,7 @@ def shard_digest(path: Path, prompts: bool) -> str:
     return digest.hexdigest()
 
 
-def _mapped(path: Path, dtype: np.dtype, count: int) -> NDArray:
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """Map a file of `count` numbers. Raises: ConfigError: it is missing or has another size."""
     with file_errors("read", path):
         size = path.stat().st_size

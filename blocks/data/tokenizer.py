@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.blocks.data.encoding import load_tokenizer
+from deltazoo.blocks.data.shards import TOKENIZER
 from deltazoo.blocks.data.text import BYTES
 
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+GENERATION = "generation_config.json"
 # What a folder has beside its weights: the tokenizer, and what other programs need of it
 _FILES = (
     TOKENIZER, GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -57,14 +59,7 @@ class Tokenizer:
             path = self.folder / TOKENIZER
             if not path.is_file():
                 raise ConfigError(f"{self.folder} has no {TOKENIZER}, which text needs: give tokens")
-            try:
-                from tokenizers import Tokenizer as Loaded
-            except ImportError as error:
-                raise ConfigError(f"{path} needs the package tokenizers: pip install 'deltazoo[hf]'") from error
-            try:
-                self._loaded = Loaded.from_file(str(path))
-            except Exception as error:  # the package raises Exception
-                raise ConfigError(f"{path} is damaged: {error}") from error
+            self._loaded = load_tokenizer(path)
         return self._loaded
 
 
