@@ -18,9 +18,9 @@ _SLAB = 1 << 20  # characters of text that are encoded at once
 
 
 class UnitTask(NamedTuple):
-    """One unit and where its tokens go.
+    """One unit and the file of its tokens.
 
-    is_validation: whether all of its documents are held out; None: `held_out` decides for each.
+    is_validation: whether its documents are held out; None: the key of each document decides.
     """
 
     unit: Unit
@@ -31,27 +31,27 @@ class UnitTask(NamedTuple):
 class Encoding(NamedTuple):
     """How units are encoded.
 
-    tokenizer, end: as for `make_encoder`. held_out: share of the documents that are validation.
+    tokenizer, end: as for `make_encoder`.
     """
 
     tokenizer: str
     end: str | None
     rules: Rules
-    held_out: float
 
 
 class EncodedUnit(NamedTuple):
     """The documents of one unit, n of them.
 
     tokens: [sum of lengths] uint16 or uint32; lengths: [n] with the end token; prompts: [n] tokens of the prompts;
-    text_bytes: [n] UTF-8 bytes of the texts, 0 for token files; validation: [n] bool; skipped: documents without text.
+    text_bytes: [n] UTF-8 bytes of the texts, 0 for token files; keys: [n] in [0, 1), equal for equal texts; skipped:
+    number of documents without text.
     """
 
     tokens: NDArray[np.uint16 | np.uint32]
     lengths: NDArray[np.int64]
     prompts: NDArray[np.uint32]
     text_bytes: NDArray[np.int64]
-    validation: NDArray[np.bool_]
+    keys: NDArray[np.float64]
     skipped: int
 
 
@@ -59,7 +59,7 @@ class _Document(NamedTuple):
     tokens: NDArray[np.int64]
     prompt: int
     text_bytes: int
-    key: bytes  # decides whether the document is held out
+    key: bytes
 
 
 def encode_unit(task: UnitTask, encoder: Encoder, encoding: Encoding) -> int:
@@ -69,7 +69,7 @@ def encode_unit(task: UnitTask, encoder: Encoder, encoding: Encoding) -> int:
     ending = np.array([] if origin.end is None else [origin.end], dtype)
     tokens: list[NDArray[np.uint16 | np.uint32]] = []
     counts: list[tuple[int, int, int]] = []
-    validation: list[bool] = []
+    keys: list[float] = []
     skipped = 0
     for document in _documents(task.unit, encoder, encoding.rules):
         if not len(document.tokens):
@@ -77,8 +77,7 @@ def encode_unit(task: UnitTask, encoder: Encoder, encoding: Encoding) -> int:
             continue
         tokens += [document.tokens.astype(dtype), ending]
         counts.append((len(document.tokens) + len(ending), document.prompt, document.text_bytes))
-        is_validation = task.is_validation
-        validation.append(_is_held_out(document.key, encoding.held_out) if is_validation is None else is_validation)
+        keys.append(_fraction(document.key))
     columns = np.array(counts, np.int64).reshape(-1, 3)
     partial = task.target.with_suffix(".partial")
     with file_errors("write", partial), partial.open("wb") as file:
@@ -88,7 +87,7 @@ def encode_unit(task: UnitTask, encoder: Encoder, encoding: Encoding) -> int:
             lengths=columns[:, 0],
             prompts=columns[:, 1].astype(np.uint32),
             text_bytes=columns[:, 2],
-            validation=np.array(validation, bool),
+            keys=np.array(keys, np.float64),
             skipped=np.array(skipped),
         )
         file.flush()
@@ -140,9 +139,9 @@ def _slabs(found: Iterator[Record]) -> Iterator[Sequence[Record]]:
         yield slab
 
 
-def _is_held_out(key: bytes, share: float) -> bool:
-    """Decide by the hash of a document's text, so that equal documents are in the same part."""
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") < share * 2**64
+def _fraction(key: bytes) -> float:
+    """Return a hash of a document's text as a number in [0, 1), so that equal documents are in the same part."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=6).digest(), "little") / 2**48
 
 
 class _Worker:

@@ -42,8 +42,6 @@ from deltazoo.blocks.data.part_writer import PartWriter
 from deltazoo.blocks.data.readers import Rules, Unit, plan_units
 from deltazoo.blocks.data.shards import FORMAT, INDEX, PARTS, TOKENIZER, Part, PartIndex, ShardIndex
 
-_MB = 1 << 20
-
 
 class DataConfig(FrozenConfig):
     """How texts become token shards.
@@ -110,10 +108,9 @@ def write_shards(
     work_folder = output_folder(out.parent / f"{out.name}.unfinished")
     with _only_process(work_folder):
         unit_folder = output_folder(work_folder / "units")
-        settings = f"{FORMAT} {encoder.origin} {rules} {config.held_out}"
-        names = [_unit_name(unit, stats, settings) for unit in units]
+        names = [_unit_name(unit, stats, f"{FORMAT} {encoder.origin} {rules}") for unit, _ in units]
         tasks = [UnitTask(*unit, unit_folder / f"{name}.npz") for unit, name in zip(units, names, strict=True)]
-        encoding = Encoding(config.tokenizer, config.end, rules, config.held_out)
+        encoding = Encoding(config.tokenizer, config.end, rules)
         _encode_all(tasks, encoder, encoding, processes, progress)
         if changed := [name for name, stat in stats.items() if _stat(Path(name)) != stat]:
             raise ConfigError(f"{changed[0]} has changed while it was read: repeat the command")
@@ -130,22 +127,15 @@ def _encode_all(
     tasks: list[UnitTask], encoder: Encoder, encoding: Encoding, processes: int | None, progress: Progress
 ) -> None:
     """Encode the units that have no file yet."""
-    total, done = sum(task.unit.size for task in tasks), 0
-    missing = []
-    for task in tasks:
-        if task.target.is_file():
-            done += task.unit.size
-        else:
-            missing.append(task)
-    start, resumed_at = perf_counter(), done
+    missing = [task for task in tasks if not task.target.is_file()]
+    start, size, done = perf_counter(), 0, len(tasks) - len(missing)
 
-    def report(task: UnitTask | None) -> None:
-        nonlocal done
-        done += task.unit.size if task else 0
-        seconds = max(perf_counter() - start, 1e-9)
-        progress("encoding (MB)", done // _MB, total // _MB, f"{(done - resumed_at) / _MB / seconds:.1f} MB/s")
+    def report(task: UnitTask) -> None:
+        nonlocal done, size
+        done, size = done + 1, size + task.unit.size
+        progress("encoding", done, len(tasks), f"{size / 1e6 / (perf_counter() - start):.1f} MB/s")
 
-    report(None)
+    progress("encoding", done, len(tasks))
     processes = min(_cores() if processes is None else processes, len(missing))
     if processes <= 1:
         for task in missing:
@@ -179,8 +169,10 @@ def _joined(
     for task in tasks:
         unit = read_unit(task.target)
         skipped += unit.skipped
-        writers["train"].add(_selected(unit, ~unit.validation))
-        writers["validation"].add(_selected(unit, unit.validation))
+        is_validation = unit.keys < config.held_out if task.is_validation is None else task.is_validation
+        is_validation = np.broadcast_to(is_validation, unit.keys.shape)
+        writers["train"].add(_selected(unit, ~is_validation))
+        writers["validation"].add(_selected(unit, is_validation))
     parts = {part: writer.finish() for part, writer in writers.items()}
     _check_parts(parts, config, skipped)
     index = ShardIndex(
@@ -212,7 +204,7 @@ def _selected(unit: EncodedUnit, chosen: NDArray[np.bool_]) -> EncodedUnit:
         lengths=unit.lengths[chosen],
         prompts=unit.prompts[chosen],
         text_bytes=unit.text_bytes[chosen],
-        validation=unit.validation[chosen],
+        keys=unit.keys[chosen],
         skipped=0,
     )
 
@@ -236,11 +228,10 @@ def _stat(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _unit_name(task: tuple[Unit, bool | None], stats: Mapping[str, tuple[int, int]], settings: str) -> str:
+def _unit_name(unit: Unit, stats: Mapping[str, tuple[int, int]], settings: str) -> str:
     """Return a name that changes with all on which the tokens of a unit depend."""
-    unit, is_validation = task
     origin = [[str(Path(path).absolute()), *stats[path]] for path in unit.paths]
-    content = json.dumps([settings, is_validation, unit.kind, unit.first, unit.last, origin])
+    content = json.dumps([settings, unit.kind, unit.first, unit.last, origin])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -257,6 +248,8 @@ def _only_process(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        if not any((folder / "units").glob("*.npz")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cores() -> int:
