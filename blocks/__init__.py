@@ -27,8 +27,13 @@ _MODULES = by_name(
         "deltazoo.blocks.training.objective": ["Objective"],
         "deltazoo.blocks.training.config": ["TrainConfig"],
         "deltazoo.blocks.training.records": ["Point", "Training"],
+        "deltazoo.blocks.data.loader": ["Loader"],
+        "deltazoo.blocks.data.order": ["Mixture", "Source"],
+        "deltazoo.blocks.data.prefetch": ["Prefetch"],
+        "deltazoo.blocks.data.shards": ["TokenShards", "open_shards"],
         "deltazoo.blocks.data.text": ["Text", "load_text"],
         "deltazoo.blocks.data.tokenizer": ["Tokenizer"],
+        "deltazoo.blocks.data.writing": ["ShardConfig", "write_shards"],
     }
 )
 __getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

@@ -2,9 +2,17 @@
 
 from deltazoo.backends.io.progress import Progress as Progress
 from deltazoo.backends.io.progress import silent as silent
+from deltazoo.blocks.data.loader import Loader as Loader
+from deltazoo.blocks.data.order import Mixture as Mixture
+from deltazoo.blocks.data.order import Source as Source
+from deltazoo.blocks.data.prefetch import Prefetch as Prefetch
+from deltazoo.blocks.data.shards import TokenShards as TokenShards
+from deltazoo.blocks.data.shards import open_shards as open_shards
 from deltazoo.blocks.data.text import Text as Text
 from deltazoo.blocks.data.text import load_text as load_text
 from deltazoo.blocks.data.tokenizer import Tokenizer as Tokenizer
+from deltazoo.blocks.data.writing import ShardConfig as ShardConfig
+from deltazoo.blocks.data.writing import write_shards as write_shards
 from deltazoo.blocks.generation.completion import Completion as Completion
 from deltazoo.blocks.generation.decoder import Decoder as Decoder
 from deltazoo.blocks.generation.generate import generate_tokens as generate_tokens

@@ -80,9 +80,9 @@ def command(
     if tokenizer is None or out is None:
         raise typer.BadParameter("give --tokenizer FILE, or --tokenizer bytes, and --out FOLDER; or --show")
     from deltazoo.blocks.data.preview import summary_lines
-    from deltazoo.blocks.data.writing import DataConfig, write_shards
+    from deltazoo.blocks.data.writing import ShardConfig, write_shards
 
-    config = DataConfig(
+    config = ShardConfig(
         tokenizer=tokenizer,
         end=end,
         fields=tuple(name.strip() for name in field.split(",")),

@@ -43,7 +43,7 @@ from deltazoo.blocks.data.readers import Rules, Unit, plan_units
 from deltazoo.blocks.data.shards import FORMAT, INDEX, PARTS, TOKENIZER, Part, PartIndex, ShardIndex
 
 
-class DataConfig(FrozenConfig):
+class ShardConfig(FrozenConfig):
     """How texts become token shards.
 
     Args:
@@ -79,7 +79,7 @@ class DataConfig(FrozenConfig):
 def write_shards(
     sources: Sequence[str | Path],
     out: str | Path,
-    config: DataConfig,
+    config: ShardConfig,
     processes: int | None = None,
     progress: Progress = silent,
 ) -> ShardIndex:
@@ -158,7 +158,7 @@ def _encode_all(
 
 
 def _joined(
-    folder: Path, tasks: Sequence[UnitTask], encoder: Encoder, config: DataConfig, sources: list[str]
+    folder: Path, tasks: Sequence[UnitTask], encoder: Encoder, config: ShardConfig, sources: list[str]
 ) -> ShardIndex:
     """Write the finished folder from the files of all units, and return its index."""
     shutil.rmtree(folder, ignore_errors=True)  # of a call that was interrupted here
@@ -209,7 +209,7 @@ def _selected(unit: EncodedUnit, chosen: NDArray[np.bool_]) -> EncodedUnit:
     )
 
 
-def _check_parts(parts: Mapping[Part, PartIndex], config: DataConfig, skipped: int) -> None:
+def _check_parts(parts: Mapping[Part, PartIndex], config: ShardConfig, skipped: int) -> None:
     if not parts["train"].documents:
         raise ConfigError(f"the sources must have a document to train on, got none and {skipped} without text")
     if (config.held_out or config.validation) and not parts["validation"].documents:

@@ -16,16 +16,16 @@ from deltazoo.blocks.data.loader import Batch, Loader
 from deltazoo.blocks.data.order import Mixture, Source, permuted
 from deltazoo.blocks.data.prefetch import Prefetch
 from deltazoo.blocks.data.shards import TokenShards, open_shards
-from deltazoo.blocks.data.writing import DataConfig, write_shards
+from deltazoo.blocks.data.writing import ShardConfig, write_shards
 from deltazoo.blocks.model.compilation import run_eagerly
 from deltazoo.mixers import GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core.mixer import Context
 
-BYTES = DataConfig(tokenizer="bytes")
+BYTES = ShardConfig(tokenizer="bytes")
 MODES = ("carry", "cut", "whole")
 
 
-def written(folder: Path, texts: list[str], config: DataConfig = BYTES) -> Path:
+def written(folder: Path, texts: list[str], config: ShardConfig = BYTES) -> Path:
     """Write one JSON line per text, and the data folder of them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -228,7 +228,7 @@ def test_a_changed_document_changes_no_loss_of_another(tmp_path: Path) -> None:
 def test_only_answers_have_targets(tmp_path: Path) -> None:
     lines = [{"prompt": "ab", "answer": "xyz"}, {"prompt": "", "answer": "uvw"}, {"prompt": "abcdefghi", "answer": "x"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = DataConfig(tokenizer="bytes", fields=("prompt", "answer"))
+    config = ShardConfig(tokenizer="bytes", fields=("prompt", "answer"))
     write_shards([tmp_path / "a.jsonl"], tmp_path / "data", config)
     mixture = Mixture([Source(open_shards(tmp_path / "data"))], shuffle=False, repeat=False)
     batch = next(Loader(mixture, rows=2, row_tokens=9, at_row_end="whole"))
@@ -254,7 +254,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_processes_and_interruptions_do_not_change_the_result(
     tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = DataConfig(tokenizer="bytes", held_out=0.2)
+    config = ShardConfig(tokenizer="bytes", held_out=0.2)
     expected = written(tmp_path, words(200, 6), config)
     assert open_shards(expected, "validation").documents > 10
     encode, calls = writing.encode_unit, []
@@ -304,7 +304,7 @@ def test_units_split_between_documents(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.txt").write_text("\n<|end|>\n".join(expected) + "\n<|end|>\n")
     for n, (source, config) in enumerate(
         [
-            (tmp_path / "a.txt", DataConfig(tokenizer="bytes", separator="<|end|>")),
+            (tmp_path / "a.txt", ShardConfig(tokenizer="bytes", separator="<|end|>")),
             (written(tmp_path / "lines", expected).parent / "a.jsonl", BYTES),
         ]
     ):
@@ -316,7 +316,7 @@ def test_folders_are_read_by_name_and_held_out_files_are_validation(tmp_path: Pa
     for name, text in [("b.md", "bb"), ("a/c.md", "cc"), (".git/x.md", "no"), ("a/d.txt", "no"), ("a/empty.md", "")]:
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
-    config = DataConfig(tokenizer="bytes", only="*.md", validation=(str(tmp_path / "in" / "a" / "c.md"),))
+    config = ShardConfig(tokenizer="bytes", only="*.md", validation=(str(tmp_path / "in" / "a" / "c.md"),))
     index = write_shards([tmp_path / "in"], tmp_path / "data", config)
     assert index.skipped == 1
     assert texts(open_shards(tmp_path / "data")) == ["bb"]
@@ -324,7 +324,7 @@ def test_folders_are_read_by_name_and_held_out_files_are_validation(tmp_path: Pa
 
 
 def test_equal_documents_are_in_the_same_part(tmp_path: Path) -> None:
-    folder = written(tmp_path, words(40, 8) * 3, DataConfig(tokenizer="bytes", held_out=0.3))
+    folder = written(tmp_path, words(40, 8) * 3, ShardConfig(tokenizer="bytes", held_out=0.3))
     train, validation = texts(open_shards(folder)), texts(open_shards(folder, "validation"))
     assert len(train) + len(validation) == 120
     assert not {*train} & {*validation}
@@ -340,7 +340,7 @@ def test_a_tokenizer_ends_each_document_and_tables_equal_lines(tmp_path: Path) -
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
-    config = DataConfig(tokenizer=str(tmp_path))
+    config = ShardConfig(tokenizer=str(tmp_path))
     shards = open_shards(written(tmp_path, ["red green", "green blue green"], config))
     assert [shards.document(n).tolist() for n in range(2)] == [[2, 3, 0], [3, 1, 3, 0]]
     tokens = np.array([0, 2, 3, 0, 3, 1, 3], "<u2")  # an end token before each document, as in the speedruns' files
@@ -415,7 +415,7 @@ def test_wrong_files_are_named_with_their_line(
 ) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
-        write_shards([tmp_path / name], tmp_path / "data", DataConfig(tokenizer="bytes", fields=fields), processes=1)
+        write_shards([tmp_path / name], tmp_path / "data", ShardConfig(tokenizer="bytes", fields=fields), processes=1)
     assert not (tmp_path / "data").exists()
 
 
