@@ -73,7 +73,11 @@ def evaluate(
     batches = config.evaluation.batches if batches is None else batches
     for name, value, least in (("length", length, 1), ("batch", batch, 1), ("batches", batches, 0)):
         check_integer(name, value, least)
-    if text is None and run is not None and (config.data.mixture or Path(run.text.path or "").is_dir()):
+    if (
+        text is None
+        and run is not None
+        and (config.data.mixture or (run.text.path is not None and Path(run.text.path).is_dir()))
+    ):
         raise ConfigError(f"the run was trained on encoded data ({run.text.source}), not on bytes: give a text file")
     text = text_of_run(run) if run is not None and text is None else as_text(text)
     with sizes_in_memory_errors(batch=batch, length=length):
