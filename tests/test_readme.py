@@ -37,12 +37,14 @@ def run(block: str) -> dict[str, Any]:
 
 def test_first_example_trains_loads_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    block = "".join(code_blocks("python")[:2]).replace("steps=50, batch=4, length=128", "steps=4, batch=2, length=32")
+    block = "".join(code_blocks("python")[:2]).replace(
+        'steps=50, batch={"rows": 4, "length": 128}', 'steps=4, batch={"rows": 2, "length": 32}'
+    )
     assert "steps=4" in block
     namespace = run(block)
     points = namespace["training"].points
     assert points[-1].validation_bits < points[0].validation_bits
-    trained = torch.load("runs/first/checkpoint.pt", weights_only=True)["model"]
+    trained = deltazoo.load("runs/first").state_dict()
     assert all(torch.equal(trained[name], value) for name, value in namespace["model"].state_dict().items())
 
 
@@ -143,11 +145,9 @@ def test_stacks_of_the_documentation_build_and_compute_a_loss() -> None:
         assert model.loss(tokens, tokens).isfinite()
 
 
-def test_the_settings_that_a_resumed_run_can_change_are_listed() -> None:
+def test_the_settings_of_the_example_of_resume_can_change() -> None:
     from deltazoo.blocks.training.rules import RESUMABLE
 
     usage = " ".join(USAGE.split())
-    (listed,) = re.findall(r"settings that may change: ([^.;]*)", usage)
-    assert listed.replace("`", "").split(", ") == list(RESUMABLE)
     (text,) = re.findall(r"deltazoo\.resume\(folder, changes=(\{.*?\})\)", usage)
     assert yaml.safe_load(text).keys() <= set(RESUMABLE)

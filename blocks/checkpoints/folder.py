@@ -1,41 +1,49 @@
-"""Checkpoint folders: stack and settings as YAML, tensors with a digest, and records; each is written atomically."""
+"""The folder of a training run: its stack and settings as YAML, its records, and its checkpoints."""
 
+import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from deltazoo.backends.io.errors import ConfigError, PatternError, cut, file_errors
 from deltazoo.backends.io.output_path import output_folder
 from deltazoo.backends.torch_ext.devices import usable_device
-from deltazoo.blocks.checkpoints.digest import append_digest, has_its_digest
+from deltazoo.blocks.checkpoints.sharded import CHECKPOINTS, Loaded, load_tensors, read_state, saved_steps, step_folder
+from deltazoo.blocks.data.shards import TOKENIZER
+from deltazoo.blocks.data.tokenizer import read_tokenizer
 from deltazoo.blocks.inspect.diff import diff
 from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.parallel.ranks import Ranks
 from deltazoo.blocks.spec import document
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.spec.trust import refuse_untrusted
 from deltazoo.blocks.training.config import RunSettings
+from deltazoo.blocks.training.records import Point
 from deltazoo.blocks.training.rules import differences, refused
 
-STACK, SETTINGS, CHECKPOINT, METRICS = "stack.yaml", "train.yaml", "checkpoint.pt", "metrics.jsonl"
+STACK, SETTINGS, METRICS = "stack.yaml", "train.yaml", "metrics.jsonl"
 
 
 class Saved(NamedTuple):
-    """A checkpoint folder: the stack, the settings in train.yaml, those of the trained run, and the checkpoint."""
+    """The folder of a run: the stack, the settings in train.yaml, those of the trained run, and a checkpoint."""
 
     spec: StackSpec
     settings: RunSettings
     trained: RunSettings
-    checkpoint: dict[str, Any]
+    loaded: Loaded
 
 
 def create(folder: Path, spec: StackSpec, settings: RunSettings) -> None:
     """Create the folder with the stack and the settings. Raises: ConfigError: it already contains a checkpoint."""
-    if (folder / CHECKPOINT).exists():
+    if saved_steps(folder):
         raise ConfigError(f"{folder} already contains a checkpoint: resume it, or choose another folder")
     output_folder(folder)
     with _complete_file(folder / STACK) as temporary:
@@ -66,18 +74,15 @@ def _line(record: BaseModel) -> str:
     return record.model_dump_json() + "\n"
 
 
-def save(folder: Path, checkpoint: dict[str, Any]) -> None:
-    """Replace the checkpoint.
-
-    Raises: ConfigError: a weight is NaN or infinite, or the file cannot be written, for example on a full disk; the old
-        checkpoint is kept.
-    """
-    _check_finite(folder / CHECKPOINT, checkpoint["model"])
-    # torch.save reports a full disk as a RuntimeError, which has the OSError as context if it writes to a file object.
-    with _complete_file(folder / CHECKPOINT) as temporary:
-        with temporary.open("wb") as file:
-            torch.save(checkpoint, file)
-        append_digest(temporary)
+def read_points(folder: Path) -> list[Point]:
+    """Read the points in metrics.jsonl; a line that is torn, because a process was killed, is left out."""
+    path, points = folder / METRICS, []
+    with file_errors("read", path):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        with suppress(ValidationError):  # a change of a setting, or a torn line
+            points.append(Point.model_validate_json(line))
+    return points
 
 
 @contextmanager
@@ -105,37 +110,46 @@ def _complete_file(path: Path) -> Iterator[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless the folder has the files of a checkpoint."""
+    """Raise ConfigError unless the folder has the files of a run."""
     if not folder.is_dir():
         problem = f"it is a file; its folder is {folder.parent}" if folder.exists() else "it does not exist"
         raise ConfigError(f"{folder} is not a checkpoint folder: {problem}")
-    missing = [name for name in (STACK, SETTINGS, CHECKPOINT) if not (folder / name).exists()]
+    missing = [name for name in (STACK, SETTINGS) if not (folder / name).exists()]
+    missing += [] if saved_steps(folder) else [f"complete checkpoint in {CHECKPOINTS}"]
     if missing:
         raise ConfigError(f"{folder} is not a checkpoint folder: it has no {' and no '.join(missing)}")
 
 
-def load(folder: Path, trust: bool = False) -> Saved:
-    """Read a checkpoint folder, with its tensors on the CPU.
+def load(folder: Path, trust: bool = False, step: int | None = None, ranks: Ranks | None = None) -> Saved:
+    """Read the folder of a run, and the plain data of its last checkpoint, whose files are compared with their digests.
 
-    Loading runs no code: torch.load reads with weights_only=True, and a "module:Class" in the stack or the settings is
-    refused.
+    Loading runs no code: the tensors are read with weights_only=True, the metadata with the classes of metadata only,
+    and a "module:Class" in the stack or the settings is refused.
 
-    Args: trust: allow "module:Class" names, as for `StackSpec.load`.
-    Raises: ConfigError: a file is missing or damaged, a weight is NaN or infinite, the stack is not the one that was
-        trained, or a setting differs that a resumed run cannot change.
+    Args: trust: allow "module:Class" names, as for `StackSpec.load`; step: of the checkpoint, None: the last; ranks:
+        processes that share the reading of files.
+    Raises: ConfigError: a file is missing or damaged, the stack is not the one that was trained, or a setting differs
+        that a resumed run cannot change.
     """
     check_folder(folder)
+    ranks = ranks or Ranks()
+    steps = saved_steps(folder)
     spec, edited = StackSpec.load(folder / STACK, trust), document.read(folder / SETTINGS)
-    checkpoint = _read(folder / CHECKPOINT)
-    _check_has(folder / CHECKPOINT, checkpoint, tuple(_CHECKPOINT_TYPES))
-    _check_types(folder / CHECKPOINT, checkpoint, _CHECKPOINT_TYPES)
+    path = step_folder(folder, steps[-1] if step is None else step)
+    try:
+        loaded = read_state(path, lambda number, count: number % ranks.size == ranks.rank)
+    except ConfigError as error:
+        good = [each for each in steps if each < int(path.name.removeprefix("step-"))]
+        raise ConfigError(f"{error}" + (f"; the checkpoint before it is of step {good[-1]}" if good else "")) from error
+    file, state = path / "state.json", loaded.state
+    _check_has(file, state, tuple(_STATE_TYPES))
+    _check_types(file, state, _STATE_TYPES)
     if not trust:
         refuse_untrusted(edited, folder / SETTINGS)
         for name in ("stack", "settings"):
-            refuse_untrusted(checkpoint[name], folder / CHECKPOINT)
-    _check_finite(folder / CHECKPOINT, checkpoint["model"])
-    _check_stack(folder, spec, checkpoint["stack"])
-    trained = RunSettings.parse(checkpoint["settings"], folder / CHECKPOINT)
+            refuse_untrusted(state[name], file)
+    _check_stack(folder, file, spec, state["stack"])
+    trained = RunSettings.parse(state["settings"], file)
     settings = RunSettings.parse(edited, folder / SETTINGS, defaults=trained)
     changes = differences(trained.train.model_dump(), settings.train.model_dump())
     if problem := refused(changes, folder / STACK):
@@ -145,92 +159,87 @@ def load(folder: Path, trust: bool = False) -> Saved:
             f"{folder / SETTINGS}: text.digest must stay that of the text that was trained, {trained.text.digest}, "
             f"got {settings.text.digest}"
         )
-    return Saved(spec, settings, trained, checkpoint)
+    return Saved(spec, settings, trained, loaded)
 
 
-def _read(path: Path) -> Any:
-    """Read a file of `save`. Raises: ConfigError: it is damaged."""
-    try:
-        with path.open("rb") as file:
-            if not has_its_digest(file):
-                raise ConfigError(
-                    f"{path} cannot be read: it is damaged or not a checkpoint (its digest is wrong or missing)"
-                )
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except ConfigError:
-        raise
-    except Exception as error:  # the type of torch's error depends on the content
-        raise ConfigError(f"{path} cannot be read: it is damaged or not a checkpoint") from error
+def weights_of(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the parameters, each once, and the buffers that a state dict has."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    known = {id(x) for x in parameters.values()}
+    saved = {name for name in model.state_dict() if name not in parameters}
+    buffers = {name: x for name, x in model.named_buffers() if name in saved and id(x) not in known}
+    return parameters | buffers
 
 
-def load_weights(model: LanguageModel, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint into a model.
+def load_weights(model: LanguageModel, loaded: Loaded) -> None:
+    """Load the weights of a checkpoint into a model of one process.
 
-    Raises: ConfigError: they belong to another stack, or have another dtype, which torch would convert silently.
+    Raises: ConfigError: they belong to another stack, are of another dtype, or are NaN or infinite.
     """
-    try:
-        model.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
-        raise ConfigError(f"the weights in {CHECKPOINT} do not fit {STACK}: {first}") from error
-    except Exception as error:  # the entries are no tensors
-        raise ConfigError(f"the weights in {CHECKPOINT} do not fit {STACK}: {error}") from error
-    for name, weight in model.state_dict().items():
-        dtype = checkpoint["model"][name].dtype
-        if dtype != weight.dtype:
-            raise ConfigError(f"{name} in {CHECKPOINT} must be {weight.dtype} like the model, got {dtype}")
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """Load the state of a checkpoint's optimizer. Raises: ConfigError: it belongs to other weights."""
-    try:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    except Exception as error:  # the type of torch's error depends on what differs
-        raise ConfigError(f"the optimizer's state must be that of the weights of {STACK}: {error}") from error
+    weights = {f"model.{name}": x.detach() for name, x in weights_of(model).items()}
+    surplus = sorted({name for name in loaded.entries if name.startswith("model.")} - {*weights})
+    if surplus:
+        raise ConfigError(f"the weights in {loaded.folder.name} do not fit {STACK}: {surplus[0]} is unknown")
+    load_tensors(loaded, weights, Ranks())
+    if problem := not_finite(loaded.folder, weights):
+        raise ConfigError(problem)
 
 
 def load_model(
     folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False
 ) -> LanguageModel:
-    """Build the model of a checkpoint with its weights, in evaluation mode.
+    """Build the model of a run with the weights of its last checkpoint, in evaluation mode.
 
     Args: trust: as for `StackSpec.load`.
     Raises: ConfigError; UnknownNameError.
     """
-    spec, settings, _, checkpoint = load(Path(folder), trust)
+    spec, settings, _, loaded = load(Path(folder), trust)
     model = spec.build(backend=backend)
-    load_weights(model, checkpoint)
+    load_weights(model, loaded)
     model.run_settings = settings
+    if (Path(folder) / TOKENIZER).is_file():
+        model.tokenizer = read_tokenizer(Path(folder), {}, spec.vocab)
     return model.to(usable_device(device)).eval()
 
 
-_CHECKPOINT_TYPES = {
+def report_line(sentence: str) -> None:
+    """Print a sentence on stderr as a command does, from any thread."""
+    sys.stderr.write(f"deltazoo: {sentence}\n")
+    sys.stderr.flush()
+
+
+_STATE_TYPES = {
     "stack": dict,
     "settings": dict,
-    "model": dict,
-    "optimizer": dict,
     "step": int,
+    "skipped": int,
     "points": list,
     "changes": list,
     "recent": list,
-    "rng": torch.Tensor,
-    "cuda_rng": torch.Tensor | None,
+    "data": dict,
+    "rng": list,
 }
 
 
-def _check_finite(path: Path, weights: dict[str, Any]) -> None:
-    """Raise ConfigError if a weight is NaN or infinite."""
-    for name, weight in weights.items():
-        if isinstance(weight, torch.Tensor) and not bool(weight.isfinite().all()):
-            raise ConfigError(f"the weights in {path} must be finite, got NaN or inf in {name}")
+def not_finite(path: object, weights: Mapping[str, Tensor]) -> str | None:
+    """Return the sentence for a weight that is NaN or infinite, or None; one wait for the device."""
+    parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in weights.items()}
+    locals_ = {name: x for name, x in parts.items() if x.is_floating_point() and x.numel()}  # a shard may be empty
+    if not locals_:
+        return None
+    norms = torch.stack(torch._foreach_norm([x.detach() for x in locals_.values()], math.inf))
+    if bool(norms.isfinite().all()):
+        return None
+    name = next(name for name, norm in zip(locals_, norms, strict=True) if not norm.isfinite())
+    return f"the weights in {path} must be finite, got NaN or inf in {name.removeprefix('model.')}"
 
 
-def _check_stack(folder: Path, spec: StackSpec, stack: dict[str, Any]) -> None:
+def _check_stack(folder: Path, file: Path, spec: StackSpec, stack: dict[str, Any]) -> None:
     """Raise ConfigError if `spec` is not the stack of the checkpoint: equal weights may belong to another model."""
     try:
         trained = StackSpec(**stack)
     except (ConfigError, PatternError) as error:
-        raise ConfigError(f"{folder / CHECKPOINT} is not from a training run: stack: {error}") from error
+        raise ConfigError(f"{file} is not from a training run: stack: {error}") from error
     if trained != spec:
         changed = ", ".join(difference.path for difference in diff(trained, spec).differences)
         raise ConfigError(f"{folder / STACK} must be the stack that was trained, got other values of {changed}")

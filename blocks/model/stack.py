@@ -5,7 +5,7 @@ B batch, T time, D width, L vocabulary, N packed sequences
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -168,23 +168,26 @@ class LanguageModel(nn.Module):
         """Compute the loss to minimise: the total of `losses`. Returns: a float32 scalar."""
         return self.losses(tokens_BT, targets_BT, context).total
 
-    def losses(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Losses:
+    def losses(
+        self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None, z_loss: float = 0.0
+    ) -> Losses:
         """Compute the mean cross entropy of the targets, the auxiliary losses by name, and their weighted sum.
 
         The logits of all tokens are not stored, unless an untied head is not plain (`is_plain_linear`), as with LoRA or
         quantised weights: then they are, in the dtype of the head and twice in float32. Every loss is a mean over this
         batch; with gradient accumulation, a load-balance loss is therefore one of each micro-batch.
 
-        Args: targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
+        Args:
+            targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
+            z_loss: coefficient of the mean of lse^2, which the cross entropy then contains; lse is the logarithm of the
+                sum of the exponentials of a token's logits.
         Returns: float32 scalars; the cross entropy is in nats per token, and 0 if every target is ignored.
+        Source: z loss: PaLM, arXiv 2204.02311, section 5.
         """
-        self._check_tokens("targets", targets_BT)
-        if targets_BT.shape != tokens_BT.shape:
-            expected, actual = list(tokens_BT.shape), list(targets_BT.shape)
-            raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
+        self._check_targets(tokens_BT, targets_BT)
         x_BTD, _, side = self._run_stack(tokens_BT, None, as_context(context)._replace(losses=True))
         side = join_sides([side])
-        entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten())
+        entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten(), z_loss=z_loss)
         recorded = () if side is None else side.losses
         plan = None if context is None else context.parallel
         if plan is not None:
@@ -195,19 +198,38 @@ class LanguageModel(nn.Module):
             )
         return combine_losses(entropy, recorded)
 
+    @torch.no_grad()
+    def token_losses(self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None) -> Tensor:
+        """Compute the cross entropy of each target without gradients; arguments as for `losses`.
+
+        Returns: [B, T] float32, in nats; 0 if the target is ignored.
+        """
+        self._check_targets(tokens_BT, targets_BT)
+        x_BTD, _ = self.features(tokens_BT, None, context)
+        losses_N = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten(), "none")
+        return losses_N.view(targets_BT.shape)
+
     def _scaled(self, x: Tensor) -> Tensor:
         """Return features times the factor of the logits, which needs no memory for logits."""
         return x if self.logit_scale == 1 else x * self.logit_scale
 
-    def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        if self.head is None:
-            return linear_cross_entropy(self._scaled(x_ND), self._tied_weight(x_ND), targets_N, cap=self.logit_cap)
-        if is_plain_linear(self.head) and self.head.bias is None:
-            return linear_cross_entropy(self._scaled(x_ND), self.head.weight, targets_N, cap=self.logit_cap)
+    def _cross_entropy(
+        self, x_ND: Tensor, targets_N: Tensor, reduction: Literal["mean", "none"] = "mean", z_loss: float = 0.0
+    ) -> Tensor:
+        is_plain = self.head is None or (is_plain_linear(self.head) and self.head.bias is None)
+        if is_plain:
+            weight_LD = self._tied_weight(x_ND) if self.head is None else self.head.weight
+            return linear_cross_entropy(
+                self._scaled(x_ND), weight_LD, targets_N, reduction, z_loss=z_loss or None, cap=self.logit_cap
+            )
         logits_NL = self.logits(x_ND)
         wide_NL = logits_NL.to(state_dtype(logits_NL.dtype))
-        total = F.cross_entropy(wide_NL, targets_N, ignore_index=IGNORE_INDEX, reduction="sum")
-        return total / (targets_N != IGNORE_INDEX).sum().clamp(min=1)
+        losses_N = F.cross_entropy(wide_NL, targets_N, ignore_index=IGNORE_INDEX, reduction="none")
+        if z_loss:
+            losses_N = losses_N + z_loss * wide_NL.logsumexp(-1).square() * (targets_N != IGNORE_INDEX)
+        if reduction == "none":
+            return losses_N
+        return losses_N.sum() / (targets_N != IGNORE_INDEX).sum().clamp(min=1)
 
     def init_state(self, batch: int, capacity: int | None = None) -> StackState:
         """Return the initial state on the model's device.
@@ -351,6 +373,12 @@ class LanguageModel(nn.Module):
                 has_own_scale = getattr(module, "output_std", None) is not None
                 if isinstance(out, nn.Linear | GroupedLinear) and not has_own_scale:
                     nn.init.normal_(out.weight, std=residual_std)
+
+    def _check_targets(self, tokens: Tensor, targets: Tensor) -> None:
+        self._check_tokens("targets", targets)
+        if targets.shape != tokens.shape:
+            expected, actual = list(tokens.shape), list(targets.shape)
+            raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
 
     def _check_tokens(self, name: str, tokens: Tensor) -> None:
         if tokens.dim() != 2:

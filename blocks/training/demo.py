@@ -1,5 +1,6 @@
 """The demo: train a hybrid and two baselines with one mixer each, sample from the hybrid, time the backends, report."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,13 +19,14 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.checkpoints import folder as checkpoint
 from deltazoo.blocks.checkpoints.lock import only_process
+from deltazoo.blocks.checkpoints.sharded import CHECKPOINTS
 from deltazoo.blocks.data.text import Text
 from deltazoo.blocks.generation.completion import Completion, generate, load_for_completion
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.inspect.figure import why_no_plots
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import report
-from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.config import OptimizerConfig, TrainConfig
 from deltazoo.blocks.training.records import Training
 from deltazoo.blocks.training.run import OnPoint
 from deltazoo.blocks.training.tasks import train
@@ -48,7 +50,7 @@ class DemoConfig(FrozenConfig):
     """
 
     stacks: tuple[str, ...] = Field(default=(HYBRID, *BASELINES), min_length=1)
-    train: TrainConfig = TrainConfig(learning_rate=4e-3)
+    train: TrainConfig = TrainConfig(optimizer=OptimizerConfig(learning_rate=4e-3))
     sampling: Sampling = Sampling(max_tokens=500)
     prompt: str = "def "
     bench: BenchConfig = BenchConfig(rounds=5, seconds=10.0)
@@ -104,7 +106,7 @@ def demo(
     trainings = {}
     for name, spec in specs.items():
         with only_process(folder / name):
-            (folder / name / checkpoint.CHECKPOINT).unlink(missing_ok=True)
+            shutil.rmtree(folder / name / CHECKPOINTS, ignore_errors=True)
         renamed = _with_task_name(f"train {name}", progress)
         trainings[name] = train(spec, folder / name, text, config.train, progress=renamed, on_point=on_training(name))
     # This function wrote the folder, so it can only name code that the caller passed.
@@ -142,7 +144,7 @@ def _update_to_time(config: DemoConfig, spec: StackSpec) -> tuple[UpdateSpec, Sh
     if update is None:
         raise ConfigError(f"the first stack must contain a mixer with an update to time, got {config.stacks[0]}")
     _, H, HV, K, V, _ = update.shape
-    return update.spec, Shape("training", config.train.batch, config.train.length, H, HV, K, V)
+    return update.spec, Shape("training", config.train.batch.step_rows, config.train.batch.length, H, HV, K, V)
 
 
 def _write_report(result: Demo, specs: Mapping[str, StackSpec], folder: Path) -> None:
@@ -163,6 +165,7 @@ def _markdown(result: Demo, specs: Mapping[str, StackSpec], plots: bool) -> str:
     hybrid, completion, sampling = next(iter(specs)), result.completion, result.completion.sampling
     source = next(iter(result.trainings.values())).source
     config = result.config.train
+    batch = config.batch
     speed = "" if completion.bytes_per_second is None else f", {completion.bytes_per_second:,.0f} bytes/s"
     return f"""# deltazoo demo: {hybrid}
 
@@ -170,9 +173,9 @@ def _markdown(result: Demo, specs: Mapping[str, StackSpec], plots: bool) -> str:
 
 ## Training
 
-{config.steps} steps of {config.batch} x {config.length} bytes of {source}, seed {config.seed}, with the same crops for
-every model; AdamW, learning rate {config.learning_rate:g}, {config.dtype}. Losses are in bits per byte; lower is
-better, and a uniform prediction has 8.
+{config.steps} steps of {batch.step_rows} x {batch.length} bytes of {source}, seed {config.seed}, with the same crops
+for every model; AdamW, learning rate {config.optimizer.learning_rate:g}, {config.precision}. Losses are in bits per
+byte; lower is better, and a uniform prediction has 8.
 
 {report.training_table(result.trainings)}
 {curves}

@@ -68,11 +68,17 @@ def evaluate(
         raise ConfigError(f"vocab must be at least {BYTES} to evaluate on bytes, got {model.spec.vocab}")
     run = model.run_settings
     config = TrainConfig() if run is None else run.train
-    length = config.length if length is None else length
-    batch = config.batch if batch is None else batch
-    batches = config.validation_batches if batches is None else batches
+    length = config.batch.length if length is None else length
+    batch = config.batch.step_rows if batch is None else batch
+    batches = config.evaluation.batches if batches is None else batches
     for name, value, least in (("length", length, 1), ("batch", batch, 1), ("batches", batches, 0)):
         check_integer(name, value, least)
+    if (
+        text is None
+        and run is not None
+        and (config.data.mixture or (run.text.path is not None and Path(run.text.path).is_dir()))
+    ):
+        raise ConfigError(f"the run was trained on encoded data ({run.text.source}), not on bytes: give a text file")
     text = text_of_run(run) if run is not None and text is None else as_text(text)
     with sizes_in_memory_errors(batch=batch, length=length):
         if batches == 0:

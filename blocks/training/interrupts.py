@@ -24,8 +24,8 @@ class Interrupts:
     """Catch SIGINT and SIGTERM in a `with` block.
 
     `deferred` is False at first: a signal raises KeyboardInterrupt at once, which stops a compilation. While it is True
-    the first signal is only recorded in `signum`, so that a step of the optimizer is never cut in two; a second signal
-    raises KeyboardInterrupt.
+    the first signal is only recorded in `signum`, so that a step of the optimizer is never cut in two; a second one of
+    the same kind raises KeyboardInterrupt. A launcher follows the SIGINT of a terminal by a SIGTERM of its own.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Interrupts:
                 signal.signal(signum, handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        first = self.signum is None
-        self.signum = signum
-        if not (first and self.deferred):
+        again = self.signum == signum
+        self.signum = self.signum or signum
+        if again or not self.deferred:
             raise KeyboardInterrupt

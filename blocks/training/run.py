@@ -1,48 +1,50 @@
-"""The state of a training run on bytes: AdamW, warm-up and cosine decay, and checkpoints that resume bit for bit."""
+"""The state of a training run: steps, validations, and checkpoints that resume bit for bit on as many processes."""
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ValidationError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from deltazoo.backends.io.errors import ConfigError, ValueRangeError
 from deltazoo.backends.io.frozen_config import describe_errors
 from deltazoo.backends.io.progress import Progress
-from deltazoo.backends.torch_ext.devices import cxx_compiler, usable_device
 from deltazoo.blocks.checkpoints import folder as checkpoint
-from deltazoo.blocks.data.text import BYTES, Batch, Text, even_crops, random_crops
+from deltazoo.blocks.checkpoints.sharded import Loaded, Writer, decoded, encoded, load_tensors
 from deltazoo.blocks.inspect.describe import parameter_count
-from deltazoo.blocks.model.compilation import check_updates, compile_layers, run_eagerly
-from deltazoo.blocks.model.losses import Losses
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.parallel.context import ContextParallel
+from deltazoo.blocks.parallel.ranks import Ranks
+from deltazoo.blocks.parallel.watchdog import Watchdog
+from deltazoo.blocks.parallel.wrapping import wrap
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig
+from deltazoo.blocks.training.config import RunSettings, TrainConfig
+from deltazoo.blocks.training.health import Health
 from deltazoo.blocks.training.interrupts import Interrupts, TrainingInterrupted
-from deltazoo.blocks.training.optimizer import adamw, learning_rate
+from deltazoo.blocks.training.metrics import MetricFiles, Speed
+from deltazoo.blocks.training.objective import LossTerms
+from deltazoo.blocks.training.optimizer import Optimizer, learning_rate
 from deltazoo.blocks.training.records import Change, Point, Training, now
+from deltazoo.blocks.training.source import Place, Rows, RowSource
+from deltazoo.blocks.training.step import Figures, Pending, Stepper
+from deltazoo.blocks.training.validation import validate
 from deltazoo.blocks.training.warm_up import compile_with_progress
+from deltazoo.blocks.training.watching import recurrent_statistics
 
 _log = logging.getLogger("deltazoo")
 
+PRETRAINED = "pretrained"  # folder of the weights for transformers
+
 OnPoint = Callable[[Point], None]
-
-
-class _Step(NamedTuple):
-    """The figures of one step.
-
-    bits: cross entropy in bits per byte before the update; auxiliary: the auxiliary losses by name.
-    """
-
-    bits: float
-    auxiliary: dict[str, float]
-    learning_rate: float
-    gradient_norm: float
 
 
 class _Figures(BaseModel):
@@ -50,77 +52,203 @@ class _Figures(BaseModel):
 
     points: list[Point]
     changes: list[Change]
-    recent: list[_Step]
+    recent: list[Figures]
+    skipped: int
 
 
 class Run:
     """The state of a training run after `step` steps.
 
+    Args: folder: of the checkpoints, None: there is none.
     Raises: ConfigError: a setting is invalid.
     """
 
-    def __init__(self, spec: StackSpec, text: Text, config: TrainConfig) -> None:
-        self.spec, self.text, self.config, self.step = spec, text, config, 0
-        origin = TextOrigin(path=text.path, digest=text.digest, source=text.source)
-        self.settings = RunSettings(train=config, text=origin)
-        self.folder: Path | None = None  # of the checkpoint, None: there is none
-        self.saved_step: int | None = None  # of the checkpoint in the folder
-        if spec.vocab < BYTES:
-            raise ConfigError(f"vocab must be at least {BYTES} to train on bytes, got {spec.vocab}")
-        self.device = usable_device(config.device)
-        if config.compile and self.device.type == "cpu" and cxx_compiler() is None:
-            raise ConfigError(
-                "torch.compile needs a C++ compiler on the CPU, got none: install g++ or clang++ (Windows: cl), "
-                "or train with compile=False"
-            )
-        torch.manual_seed(config.seed)
-        with nullcontext() if config.compile else run_eagerly(self.device):
-            self.model = spec.build(backend=config.backend).to(self.device)
-        check_updates(self.model, getattr(torch, config.dtype))
-        self.model.checkpoint_layers(config.checkpointing)
-        if config.compile:
-            compile_layers(self.model)
-        self.optimizer = adamw(self.model, config)
-        batches = even_crops(text.validation, config.batch, config.length, config.validation_batches)
-        self.validation_batches = [self._to_device(batch) for batch in batches]
+    def __init__(
+        self, spec: StackSpec, model: LanguageModel, source: RowSource, config: TrainConfig, ranks: Ranks,
+        folder: Path | None,
+    ) -> None:  # fmt: skip
+        self.spec, self.model, self.source, self.config = spec, model, source, config
+        self.ranks, self.folder = ranks, folder
+        self.settings = RunSettings(train=config, text=source.origin)
+        self.device = next(model.parameters()).device
+        self.step = 0
+        self.health = Health(config.optimizer.skips, ranks.size > 1)
+        self.saved_step: int | None = None  # of the last checkpoint in the folder
+        self.place = Place.of(config.batch, ranks.data_rank, ranks.data_ranks)
+        self.parameters = parameter_count(model)
+        fsdp = config.parallel.mode == "fsdp" and ranks.size > 1
+        self.objective = LossTerms(model, config.z_loss)
+        dtype = torch.bfloat16 if config.precision == "bfloat16" else None
+        self.module = wrap(self.objective, list(model.stack.layers), ranks, config.parallel, dtype)
+        self.optimizer = Optimizer(model, config.optimizer, fsdp)
+        context = None
+        if config.parallel.context > 1:
+            assert ranks.mesh is not None
+            context = ContextParallel(ranks.mesh["context"], config.parallel.layout)
+        self.stepper = Stepper(self.module, model, self.optimizer, config, ranks, context)
+        self.speed = Speed(spec, config, ranks, self.device)
+        self.files = MetricFiles(folder if ranks.is_first else None, config.logging)
+        self.writer = None if folder is None else Writer(folder, ranks, config.checkpoint.background)
+        self.watchdog = Watchdog(ranks, config.parallel.timeout, self._report_hang, ("wait_for_figures",))
         self.points: list[Point] = []
         self.changes: list[Change] = []
-        self.recent: list[_Step] = []  # the steps since the last point
+        self.recent: list[Figures] = []  # the steps since the last point
+        self._pending: list[Pending] = []  # steps whose figures the device has not computed yet
+        self._ahead: tuple[dict[str, Any], list[Rows]] | None = None  # the next step's rows, and the state before them
+        self._stop = False
+        self.started = time.perf_counter()  # of the call that this run belongs to
+        self.first_step_s: float | None = None
+        self.stops_s: list[float] = []
+        source.begin(config, self.place, None)
 
     def train(self, until: int | None, progress: Progress, on_point: OnPoint | None) -> Training:
-        """Train up to step `until` or the end of the schedule, with a point and a checkpoint after every `every`."""
-        last = self.config.steps if until is None else min(until, self.config.steps)
-        first_call_s, seconds = 0.0, list[float]()
-        with self._saved_on_interrupt() as interrupts:
+        """Train up to step `until` or the end of the schedule, with validations and checkpoints on the way."""
+        config = self.config
+        last = config.steps if until is None else min(until, config.steps)
+        save_every = config.checkpoint.every or config.evaluation.every
+        first_call_s = 0.0
+        writing = nullcontext() if self.writer is None else self.writer.finished_on_error()
+        with self._saved_on_interrupt() as interrupts, self.watchdog, writing:
             progress("training", self.step, last)
             if self.step < last or not self.points:
                 first_call_s = self._warm_up(last, progress)
-            if not self.points:
-                first = self._add_point([])
-                if on_point is not None:
-                    on_point(first)
+            due = self.step % config.evaluation.every == 0  # a signal stops a run before the validation of its step
+            if not self.points or (due and self.points[-1].step != self.step):
+                self._add_point(on_point)
             interrupts.deferred = True
-            while self.step < last and interrupts.signum is None:
-                start = time.perf_counter()
-                self.recent.append(self._take_step())
-                seconds.append(time.perf_counter() - start)
-                if self.step % self.config.every == 0 or self.step == last:
-                    point = self._add_point(seconds[-len(self.recent) :])
+            self.speed.begin()
+            while self.step < last and not self._stop:
+                self._take_step(interrupts.signum is not None)
+                if self.ranks.size == 1 and interrupts.signum is not None:
+                    self._stop = True
+                ends = self.step == last or self._stop
+                saves = self.step % save_every == 0 or self.step == last
+                if saves or self.step % config.evaluation.every == 0 or ends:
+                    self._read_figures(0)
+                if not self._stop and (self.step % config.evaluation.every == 0 or self.step == last):
+                    self._add_point(on_point, saves)
+                elif saves and not self._stop:
                     self._save()
-                    if on_point is not None:
-                        on_point(point)
-                progress("training", self.step, last, self._note(seconds))
+                progress("training", self.step, last, self._note())
             interrupts.deferred = False
-            if interrupts.signum is not None:
+            if self._stop:
                 raise KeyboardInterrupt
+            if self.writer is not None:
+                self.writer.finish()
+        self.files.close()
         return Training(
-            config=self.config,
-            parameters=parameter_count(self.model),
-            source=self.text.source,
+            config=config,
+            parameters=self.parameters,
+            source=self.source.origin.source,
             points=self.points,
             first_call_s=first_call_s,
-            tokens_per_second=self._tokens_per_second(seconds),
+            tokens_per_second=self.speed.median(),
+            first_step_s=self.first_step_s,
+            checkpoint_stops_s=self.stops_s,
         )
+
+    def save_pretrained(self) -> None:
+        """Write the weights to the folder `pretrained` of the run. Raises: ConfigError."""
+        assert self.folder is not None
+        weights = {name: x for name, x in self._tensors().items() if name.startswith("model.")}
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights.items()}
+
+        def write() -> None:
+            assert self.folder is not None
+            with torch.device("meta"):
+                model = self.spec.build()
+            model.load_state_dict({name.removeprefix("model."): x.cpu() for name, x in whole.items()}, assign=True)
+            model.origin, model.tokenizer = self.model.origin, self.model.tokenizer
+            shutil.rmtree(self.folder / PRETRAINED, ignore_errors=True)
+            model.save_pretrained(self.folder / PRETRAINED)
+
+        self.ranks.first(write)
+
+    def log_changes(self, changed: Mapping[str, tuple[Any, Any]], requested: Mapping[str, Any]) -> None:
+        """Log and keep the settings that differ from those of the run, including edits of train.yaml."""
+        for name, (old, new) in changed.items():
+            change = Change(step=self.step, time=now(), setting=name, old=old, new=new)
+            self.changes.append(change)
+            if not self.ranks.is_first:
+                continue
+            if name in requested:
+                _log.info("%s", change.line())
+            else:
+                _log.warning("%s, as in %s", change.line(), checkpoint.SETTINGS)
+
+    def restore(self, loaded: Loaded) -> None:
+        """Load everything that a checkpoint holds, on any number of processes."""
+        state = loaded.state
+        self.optimizer.allocate({name: entry.shape for name, entry in loaded.entries.items()})
+        tensors = self._tensors()
+        load_tensors(loaded, tensors, self.ranks)
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                buffer.copy_(tensors[f"model.{name}"])
+        self.optimizer.copy_to_model()
+        self._check_finite(loaded.folder, tensors)
+        self.step = self.saved_step = state["step"]
+        try:
+            figures = _Figures(**{name: state[name] for name in _Figures.model_fields})
+            self._set_random_state(state["rng"])
+        except (ValidationError, TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
+            problem = describe_errors((), error) if isinstance(error, ValidationError) else error
+            raise ConfigError(f"{loaded.folder} is not from a training run: {problem}") from error
+        self.points, self.changes, self.recent = figures.points, figures.changes, figures.recent
+        self.health.skipped = figures.skipped
+        self.source.begin(self.config, self.place, state["data"])
+
+    def _set_random_state(self, states: list[dict[str, Any]]) -> None:
+        """Set this process's generators; those of a process that the run did not have are those of rank 0."""
+        mine = states[self.ranks.rank] if self.ranks.rank < len(states) else states[0]
+        torch.set_rng_state(decoded(mine["cpu"]))
+        if self.device.type == "cuda" and mine["cuda"] is not None:  # None: the run was on another device
+            torch.cuda.set_rng_state(decoded(mine["cuda"]), self.device)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.optimizer.state() | {f"model.{name}": x for name, x in self._buffers().items()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {
+            name: x for name, x in checkpoint.weights_of(self.model).items() if not isinstance(x, torch.nn.Parameter)
+        }
+
+    def _save(self) -> None:
+        """Write a checkpoint: the tensors are copied here, and written while the training continues."""
+        if self.writer is None or self.saved_step == self.step:
+            return
+        self.watchdog.beat(f"while the checkpoint of step {self.step} is copied")
+        start = time.perf_counter()
+        data = self.source.state() if self._ahead is None else self._ahead[0]
+        cuda = encoded(torch.cuda.get_rng_state(self.device)) if self.device.type == "cuda" else None
+        state = {
+            "stack": self.spec.model_dump(mode="json"),
+            "settings": self.settings.model_dump(mode="json"),
+            "step": self.step,
+            "skipped": self.health.skipped,
+            "points": [point.model_dump() for point in self.points],
+            "changes": [change.model_dump() for change in self.changes],
+            "recent": [figures._asdict() for figures in self.recent],
+            "data": data,
+            "rng": self.ranks.gather({"cpu": encoded(torch.get_rng_state()), "cuda": cuda}),
+        }
+        tensors = self._tensors()
+        self._check_finite(self.folder, tensors)
+        self.writer.save(self.step, tensors, state, self._kept)
+        self.stops_s.append(time.perf_counter() - start)
+        self.saved_step = self.step
+
+    def _check_finite(self, place: object, tensors: dict[str, Tensor]) -> None:
+        weights = {name: x for name, x in tensors.items() if name.startswith("model.")}
+        self.ranks.agree(checkpoint.not_finite(place, weights))
+
+    def _kept(self, steps: list[int]) -> set[int]:
+        """Return the checkpoints that stay: the last ones, and the best."""
+        kept = {*steps[-self.config.checkpoint.keep :]}
+        losses = {point.step: point.validation_bits for point in self.points if point.step in steps}
+        if self.config.checkpoint.best and losses:
+            kept.add(min(losses, key=lambda step: losses[step]))
+        return kept
 
     @contextmanager
     def _saved_on_interrupt(self) -> Iterator[Interrupts]:
@@ -133,76 +261,48 @@ class Run:
             try:
                 yield interrupts
             except KeyboardInterrupt as error:
-                if interrupts.signum is None or interrupts.deferred:
+                signum = interrupts.signum or (15 if self._stop else None)  # another process received the signal
+                if signum is None or interrupts.deferred:
                     raise  # a second signal, perhaps in the middle of a step
-                self._save()
-                raise TrainingInterrupted(interrupts.signum, self.folder, self.step) from error
+                if self._stop or self.ranks.size == 1:  # else the processes are at different places
+                    self._save()
+                    assert self.writer is not None
+                    self.writer.finish()
+                raise TrainingInterrupted(signum, self.folder, self.step) from error
 
-    def _save(self) -> None:
-        if self.folder is not None:
-            checkpoint.save(self.folder, self.state())
-            self.saved_step = self.step
-
-    def log_changes(self, changed: Mapping[str, tuple[Any, Any]], requested: Mapping[str, Any]) -> None:
-        """Log and keep the settings that differ from those of the run, including edits of train.yaml."""
-        for name, (old, new) in changed.items():
-            change = Change(step=self.step, time=now(), setting=name, old=old, new=new)
-            self.changes.append(change)
-            if name in requested:
-                _log.info("%s", change.line())
-            else:
-                _log.warning("%s, as in %s", change.line(), checkpoint.SETTINGS)
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Load everything that `state` saved."""
-        checkpoint.load_weights(self.model, saved)
-        checkpoint.load_optimizer(self.optimizer, saved)
-        for group, decay in zip(self.optimizer.param_groups, (self.config.weight_decay, 0.0), strict=True):
-            group["weight_decay"] = decay
-        self.step = saved["step"]
-        self.saved_step = self.step
-        try:
-            figures = _Figures(points=saved["points"], changes=saved["changes"], recent=saved["recent"])
-            torch.set_rng_state(saved["rng"])
-            if self.device.type == "cuda" and saved["cuda_rng"] is not None:  # None: the run was on another device
-                torch.cuda.set_rng_state(saved["cuda_rng"], self.device)
-        except (ValidationError, TypeError, RuntimeError) as error:  # torch raises the latter two for a wrong state
-            problem = describe_errors((), error) if isinstance(error, ValidationError) else error
-            raise ConfigError(f"{checkpoint.CHECKPOINT} is not from a training run: {problem}") from error
-        self.points, self.changes, self.recent = figures.points, figures.changes, figures.recent
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that `restore` needs."""
-        return {
-            "stack": self.spec.model_dump(mode="json"),
-            "settings": self.settings.model_dump(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "points": [point.model_dump() for point in self.points],
-            "changes": [change.model_dump() for change in self.changes],
-            "recent": [step._asdict() for step in self.recent],
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
-        }
-
-    def _take_step(self) -> _Step:
-        config = self.config
-        rate = learning_rate(config, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        losses = self._losses(self._training_batch())
-        losses.total.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
-        total = float(losses.total.detach())
-        if not (math.isfinite(total) and math.isfinite(norm)):
-            raise self._diverged(f"the loss is {total:g}, the norm of the gradient {norm:g}")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def _take_step(self, stop: bool) -> None:
+        rate = learning_rate(self.config, self.step)
+        batches = self._next_rows()
+        self._ahead = None
+        pending = self._guarded(lambda: self.stepper.take(batches, self.source.dense, rate, stop, self._beat))
         self.step += 1
-        bits = float(losses.cross_entropy.detach()) / math.log(2)
-        auxiliary = {name: float(value.detach()) for name, value in losses.auxiliary.items()}
-        return _Step(bits, auxiliary, rate, norm)
+        self._pending.append(pending)
+        self._read_figures(1 if self.device.type == "cuda" else 0)
+
+    def _beat(self, state: str) -> None:
+        self.watchdog.beat(f"{state} of step {self.step + 1}")
+
+    def _next_rows(self) -> list[Rows]:
+        """Return this process's rows of the next step."""
+        if self._ahead is None:
+            self._beat("in reading the rows")
+            start, state = time.perf_counter(), self.source.state()
+            self._ahead = state, [self.source.rows(self.step, index) for index in range(self.place.passes)]
+            self.speed.waited += time.perf_counter() - start
+        return self._ahead[1]
+
+    def _read_figures(self, left: int) -> None:
+        """Read the figures of all steps but the last ones, which the device may still compute."""
+        while len(self._pending) > left:
+            figures = self._pending.pop(0).read()
+            if self.first_step_s is None:
+                self.first_step_s = time.perf_counter() - self.started
+            self.speed.step_ended()
+            problem = self.health.note(figures, self.step - len(self._pending))
+            if problem is not None:
+                raise self._diverged(problem)
+            self.recent.append(figures)
+            self._stop |= figures.stop
 
     def _diverged(self, problem: str) -> ConfigError:
         """Return the error for weights whose loss cannot be computed or is not finite, after `step` steps."""
@@ -212,13 +312,19 @@ class Run:
             kept = f"; the checkpoint holds step {self.saved_step}: {command} continues from there"
         return ConfigError(
             f"the training diverged after step {self.step}: {problem.rstrip('.')}; lower learning_rate (--lr), "
-            f"got {self.config.learning_rate:g}{kept}"
+            f"got {self.config.optimizer.learning_rate:g}{kept}"
         )
 
-    def _add_point(self, seconds: list[float]) -> Point:
-        """Validate, and average the steps since the previous point, which took these seconds; log the point."""
-        steps = self.recent
-        entropies = [float(self._losses(batch).cross_entropy.detach()) for batch in self.validation_batches]
+    def _report_hang(self, sentence: str) -> None:
+        kept = "" if self.saved_step is None else f"; the last checkpoint is of step {self.saved_step} in {self.folder}"
+        checkpoint.report_line(f"{sentence}{kept}")
+
+    def _add_point(self, on_point: OnPoint | None, saves: bool = False) -> None:
+        """Validate, and average the steps since the previous point; log the point, and save a checkpoint."""
+        steps = [figures for figures in self.recent if not figures.skipped]
+        bits, positions = self._validate()
+        if not math.isfinite(bits):
+            raise self._diverged(f"the loss on validation is {bits:g}")
         figures: dict[str, Any] = {}
         if steps:
             figures = {
@@ -226,27 +332,45 @@ class Run:
                 "auxiliary": {name: fmean(step.auxiliary[name] for step in steps) for name in steps[0].auxiliary},
                 "learning_rate": steps[-1].learning_rate,
                 "gradient_norm": steps[-1].gradient_norm,
-                "tokens_per_second": self._tokens_per_second(seconds),
+                "gradient_norms": steps[-1].group_norms,
+                **self.speed.figures(),
             }
-        bits = fmean(entropies) / math.log(2)
-        if not math.isfinite(bits):
-            raise self._diverged(f"the loss on validation is {bits:g}")
-        tokens = self.step * self.config.batch * self.config.length
-        point = Point(step=self.step, tokens=tokens, time=now(), validation_bits=bits, **figures)
-        if self.folder is not None:
-            checkpoint.append_record(self.folder, point)
+        point = Point(
+            step=self.step, tokens=self.step * self.config.batch.step_tokens, time=now(), validation_bits=bits,
+            skipped=self.health.skipped, positions=positions, watched=self._watched(), **figures,
+        )  # fmt: skip
+        self.files.append(point)
         self.points.append(point)
         self.recent = []
-        return point
+        if saves:
+            self._save()
+        if on_point is not None and self.ranks.is_first:
+            on_point(point)
+        self.speed.begin()
+
+    def _validate(self) -> tuple[float, dict[str, float]]:
+        """Return the validation loss in bits per token, and by range of positions."""
+        self._beat("in the validation before a step")
+        rows = self.source.validation(self.config, self.place)
+        return validate(self.stepper, rows, self.config, self._losses)
+
+    def _watched(self) -> dict[str, dict[str, float]]:
+        if not self.config.logging.watch:
+            return {}
+        rows = next(iter(self.source.validation(self.config, self.place)))
+        return recurrent_statistics(self.model, rows.to(self.device).tokens)
 
     def _warm_up(self, last: int, progress: Progress) -> float:
         """Run a forward and backward pass, which compiles the graphs of training and validation; return its seconds."""
 
         def call() -> None:
-            self._losses(self._training_batch()).total.backward()
-            self.optimizer.zero_grad()
+            rows = self._next_rows()[0]
+            self._losses(rows).total.backward()
+            for weight in self.optimizer.weights:
+                weight.parameter.grad = None
 
         def report(note: str) -> None:
+            self.watchdog.beat(note)
             progress("training", self.step, last, note)
 
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -256,26 +380,18 @@ class Run:
             call()
             return time.perf_counter() - start
 
-    def _losses(self, batch: Batch) -> Losses:
-        """Compute the losses in the compute dtype of the run."""
+    def _losses(self, rows: Rows, by_token: bool = False) -> Any:
+        return self._guarded(lambda: self.stepper.losses(rows, by_token))
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """Call, and raise the error of a divergence if an operand of an update is NaN or infinite."""
         try:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-                return self.model.losses(batch.inputs, batch.targets)
-        except ValueRangeError as error:  # an operand of an update is NaN or infinite
+            return call()
+        except ValueRangeError as error:
             if self.step == 0:
                 raise
             raise self._diverged(str(error)) from error
 
-    def _training_batch(self) -> Batch:
-        config = self.config
-        return self._to_device(random_crops(self.text.train, config.batch, config.length, config.seed, self.step))
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return Batch(batch.inputs.to(self.device), batch.targets.to(self.device))
-
-    def _tokens_per_second(self, seconds: list[float]) -> float | None:
-        return self.config.batch * self.config.length / median(seconds) if seconds else None
-
-    def _note(self, seconds: list[float]) -> str:
-        speed = self._tokens_per_second(seconds[-20:])
-        return f"{self.points[-1].validation_bits:.2f} bits per byte, {speed:,.0f} tokens/s"
+    def _note(self) -> str:
+        speed = self.speed.median(20)
+        return f"{self.points[-1].validation_bits:.2f} bits per token" + (f", {speed:,.0f} tokens/s" if speed else "")

@@ -1,24 +1,47 @@
 """The main tasks on language models of bytes, in Python as on the command line: train, resume, load."""
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.io.progress import Progress, ProgressLines
+from deltazoo.backends.io.progress import Progress, ProgressLines, silent
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
 from deltazoo.backends.update.check import check_type
 from deltazoo.blocks.checkpoints import folder as checkpoint
 from deltazoo.blocks.checkpoints.lock import only_process
-from deltazoo.blocks.data.text import Text, as_text
+from deltazoo.blocks.checkpoints.pretrained import read_spec
+from deltazoo.blocks.checkpoints.sharded import saved_steps
+from deltazoo.blocks.data.text import Text
 from deltazoo.blocks.generation.completion import load_for_completion
 from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.parallel.ranks import Ranks, joined
+from deltazoo.blocks.spec import document
 from deltazoo.blocks.spec import presets as presets_folder
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.blocks.training.config import TrainConfig, text_of_run
+from deltazoo.blocks.training.config import TrainConfig, parse_nested
+from deltazoo.blocks.training.nested import merged
+from deltazoo.blocks.training.preparation import (
+    build_model,
+    check_run,
+    copy_tokenizer,
+    is_pretrained,
+    keep_origin,
+    run_device,
+    warnings_of_rank,
+)
 from deltazoo.blocks.training.records import Point, Training, in_order
 from deltazoo.blocks.training.rules import differences, refused
 from deltazoo.blocks.training.run import Run
+from deltazoo.blocks.training.source import open_source, source_of_run
+from deltazoo.blocks.training.watching import check_watchable
+
+_log = logging.getLogger("deltazoo")
 
 
 def presets() -> list[str]:
@@ -27,7 +50,7 @@ def presets() -> list[str]:
 
 
 def train(
-    stack: StackSpec | str | Path,
+    stack: StackSpec | str | Path | None,
     folder: str | Path | None,
     text: Text | str | Path | None = None,
     config: TrainConfig | None = None,
@@ -36,39 +59,65 @@ def train(
     trust: bool = False,
     on_point: Callable[[Point], None] | None = None,
 ) -> Training:
-    """Train a model of bytes from its initial weights, and save it in a checkpoint folder.
+    """Train a model, and save it in a folder with checkpoints.
 
         training = deltazoo.train("gated-deltanet-small", "runs/first", config=TrainConfig(steps=100))
         model = deltazoo.load("runs/first")
 
+    In processes that torchrun started, all of them call this function, and train one model.
+
     Args:
-        stack: a spec, a stack file, or the name of a preset.
-        folder: folder of the checkpoint, which `load` and `resume` read; None: nothing is saved.
-        text: a text, or the path of a text file; None: the sources of Python's standard library.
+        stack: a spec, a stack file, the name of a preset, or a folder of weights to continue; None: `config.model`.
+        folder: folder of the checkpoints, which `load` and `resume` read; None: nothing is saved.
+        text: a text, the path of a text file, or a folder that `deltazoo data` wrote; None: `config.data`, by default
+            the sources of Python's standard library.
         config: the settings; None: the defaults of `TrainConfig`.
         until: stop after this step; `resume` continues the same schedule.
         progress: called with the progress; None: prints a line on stderr at most every ten seconds.
         trust: as for `StackSpec.load`.
-        on_point: called with each point of the training curves, after it is written to the folder's metrics.jsonl and
-            its checkpoint is saved.
+        on_point: called with each point of the training curves, after it is written to the folder's metrics.jsonl,
+            by rank 0. Its checkpoint may still be being written, see `CheckpointConfig.background`.
     Raises: ConfigError: a setting is invalid, the folder already contains a checkpoint, another process trains in it,
         the text cannot be read, the training diverges, or a file cannot be written (the last checkpoint is kept);
         TrainingInterrupted (KeyboardInterrupt): SIGINT or SIGTERM in the main thread, after the state is saved.
     """
-    check_type("stack", stack, StackSpec | str | Path, "a StackSpec, a path or the name of a preset")
+    started = time.perf_counter()
+    check_type("stack", stack, StackSpec | str | Path | None, "a StackSpec, a path or the name of a preset")
     check_type("config", config, TrainConfig | None, "a TrainConfig or None")
     if folder is not None:
         _check_folder(folder)
-    spec = stack if isinstance(stack, StackSpec) else StackSpec.load(stack, trust)
-    config, progress = config or TrainConfig(), progress or ProgressLines()
-    with sizes_in_memory_errors(batch=config.batch, length=config.length):
-        run = Run(spec, as_text(text), config)
-        if folder is None:
-            return run.train(until, progress, on_point)
-        run.folder = Path(folder)
-        with only_process(run.folder):
-            checkpoint.create(run.folder, spec, run.settings)
-            return run.train(until, progress, on_point)
+    config = config or TrainConfig()
+    if isinstance(stack, str | Path):
+        config = config.model_copy(update={"model": str(stack)})
+    named = config.model if stack is None else stack
+    if named is None:
+        raise ConfigError(
+            "a model is missing: give a stack, a preset or a folder of weights, or set model in the config"
+        )
+    if isinstance(named, StackSpec):
+        spec, pretrained = named, None
+    elif is_pretrained(named):
+        spec, pretrained = read_spec(named).spec, named
+    else:
+        spec, pretrained = StackSpec.load(named, trust), None
+    source = open_source(text, config.data)
+    if until is not None and until < 1:
+        raise ConfigError(f"until must be at least 1, got {until}")
+    place = None if folder is None else Path(folder)
+    with _processes(config, place) as (ranks, device):
+        model = build_model(spec, config, device, ranks, pretrained)
+        check_run(model, source, config, None)
+        run = Run(spec, model, source, config, ranks, place)
+        run.started = started
+        if place is not None:
+
+            def create() -> None:
+                checkpoint.create(place, spec, run.settings)
+                copy_tokenizer(source, place)
+                check_run(model, source, config, place)
+
+            ranks.first(create)
+        return _trained(run, until, progress, on_point)
 
 
 def resume(
@@ -80,38 +129,106 @@ def resume(
     changes: Mapping[str, Any] | None = None,
     on_point: Callable[[Point], None] | None = None,
 ) -> Training:
-    """Continue from a checkpoint. On the same machine and versions the result equals an uninterrupted run bit for bit.
+    """Continue from the last checkpoint, on any number of processes and any device.
+
+    On the same machine and versions, and as many processes, the result equals an uninterrupted run bit for bit; else up
+    to rounding. If the last checkpoint is damaged, a warning names it, and the run continues from the one before.
 
     Args:
         text: the text of the run; None reads it again from its path.
         until, progress, trust, on_point: as for `train`.
-        changes: new values of settings, such as {"steps": 600}. `deltazoo.blocks.training.rules.RULES` lists which can
-            change: those of the schedule, the optimizer and the device, but not those that cut the crops. Those in
-            train.yaml that were edited are changes, too. Each is logged, written to metrics.jsonl, and kept by the
-            folder.
-    Raises: as for `train`; ConfigError: the checkpoint is invalid or of another text, or a setting cannot change.
+        changes: new values of settings, such as {"steps": 600, "optimizer.learning_rate": 1e-3}.
+            `deltazoo.blocks.training.rules.RULES` lists which can change: those of the schedule, the optimizer and the
+            device, but not those that cut the crops. Those in train.yaml that were edited are changes, too. Each is
+            logged, written to metrics.jsonl, and kept by the folder.
+    Raises: as for `train`; ConfigError: no checkpoint is valid, it is of another text, or a setting cannot change.
     """
+    started = time.perf_counter()
     _check_folder(folder)
     check_type("changes", changes, Mapping | None, "a mapping of settings or None")
     folder, changes = Path(folder), changes or {}
     checkpoint.check_folder(folder)
-    with only_process(folder):
-        spec, settings, trained, saved = checkpoint.load(folder, trust)
-        read = text_of_run(settings, None if text is None else as_text(text), file=folder / checkpoint.SETTINGS)
-        config = TrainConfig(**{**settings.train.model_dump(), **changes})
+    edited = document.read(folder / checkpoint.SETTINGS).get("train", {})  # checked below, with the checkpoint
+    guess = merged(edited if isinstance(edited, Mapping) else {}, changes)
+    with _processes(_as_config(guess), folder) as (ranks, device):
+        spec, settings, trained, loaded = _last_good(folder, trust, ranks)
+        source = source_of_run(settings, text, folder / checkpoint.SETTINGS)
+        config = parse_nested(TrainConfig, merged(settings.train.model_dump(), changes))
         changed = differences(trained.train.model_dump(), config.model_dump())
         if problem := refused(changed, folder / checkpoint.STACK):
             raise ConfigError(problem)
-        if config.steps < saved["step"]:
-            raise ConfigError(f"steps must be at least {saved['step']}, which the run has taken, got {config.steps}")
-        with sizes_in_memory_errors(batch=config.batch, length=config.length):
-            run = Run(spec, read, config)
-            run.folder = folder
-            run.restore(saved)
-            run.log_changes(changed, changes)
+        if config.steps < loaded.state["step"]:
+            raise ConfigError(
+                f"steps must be at least {loaded.state['step']}, which the run has taken, got {config.steps}"
+            )
+        model = build_model(spec, config, device, ranks)
+        keep_origin(model, config)
+        check_run(model, source, config, folder)
+        run = Run(spec, model, source, config, ranks, folder)
+        run.started = started
+        run.restore(loaded)
+        run.log_changes(changed, changes)
+
+        def write() -> None:
             checkpoint.write_settings(folder, run.settings)
             checkpoint.write_records(folder, in_order(run.points, run.changes))
-            return run.train(until, progress or ProgressLines(), on_point)
+
+        ranks.first(write)
+        return _trained(run, until, progress or ProgressLines(), on_point)
+
+
+def _as_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings that say how many processes share the run; `resume` checks all of them later."""
+    known = {name: values[name] for name in ("device", "compile", "parallel", "batch") if name in values}
+    config: TrainConfig = parse_nested(TrainConfig, known)
+    return config
+
+
+def _last_good(folder: Path, trust: bool, ranks: Ranks) -> checkpoint.Saved:
+    """Read the last checkpoint whose files are intact. Raises: ConfigError: there is none, or a setting is invalid."""
+    steps = saved_steps(folder)
+    for number, step in enumerate(reversed(steps)):
+        problem: str | None = None
+        saved: checkpoint.Saved | None = None
+        try:
+            saved = checkpoint.load(folder, trust, step, ranks)
+        except ConfigError as error:
+            problem = str(error)
+        problems = [each for each in ranks.gather(problem) if each]
+        if not problems:
+            assert saved is not None
+            return saved
+        if number == len(steps) - 1 or "damaged" not in problems[0]:
+            raise ConfigError(problems[0])
+        if ranks.is_first:
+            _log.warning("%s: continuing from it", problems[0])
+    raise ConfigError(f"{folder} has no checkpoint")
+
+
+@contextmanager
+def _processes(config: TrainConfig, folder: Path | None) -> Iterator[tuple[Ranks, torch.device]]:
+    """Join the other processes, and let rank 0 lock the folder."""
+    batch = config.batch
+    device = run_device(config)
+    sizes = {"batch": batch.micro_rows or batch.step_rows, "length": batch.length}
+    joining = joined(device, config.parallel)
+    with joining as ranks, sizes_in_memory_errors(**sizes), warnings_of_rank(ranks), ExitStack() as stack:
+        if folder is not None:
+            ranks.first(lambda: stack.enter_context(only_process(folder)))
+        yield ranks, device
+
+
+def _trained(
+    run: Run, until: int | None, progress: Progress | None, on_point: Callable[[Point], None] | None
+) -> Training:
+    if not run.ranks.is_first:
+        progress = silent
+    if run.config.logging.watch:
+        check_watchable(run.model)
+    training = run.train(until, progress or ProgressLines(), on_point)
+    if run.config.checkpoint.pretrained and run.folder is not None:
+        run.save_pretrained()
+    return training
 
 
 def load(folder: str | Path, device: str = "cpu", backend: str | None = None, trust: bool = False) -> LanguageModel:

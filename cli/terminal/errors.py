@@ -61,7 +61,7 @@ def report_user_errors(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def _name_option(message: str, command: Callable[..., object]) -> str:
     """Replace the field of a config that an option has set by the option: `TrainConfig: learning_rate` by `--lr`."""
-    field = re.match(r"[A-Z]\w+: (\w+)(\.\d+)?(?= must be )", message)
+    field = re.match(r"[A-Z]\w+: (?:[a-z_]+\.)*?([a-z_]\w*)(\.\d+)?(?= must be )", message)
     parameter = inspect.signature(command).parameters.get(field[1]) if field else None
     if field is None or parameter is None:
         return message

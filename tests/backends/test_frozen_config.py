@@ -10,7 +10,7 @@ from deltazoo import DeltazooError, Sampling, UpdateSpec
 from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.config import OptimizerConfig, TrainConfig
 from deltazoo.mixers import KDA, GatedDeltaNet, MoM, parse
 
 CASES = {
@@ -24,7 +24,7 @@ CASES = {
         lambda: UpdateSpec(efla=True),
         "UpdateSpec: efla: unknown field; did you mean reparam='efla'?",
     ),
-    "the initials of a field": (lambda: TrainConfig(lr=1), "lr: unknown field; did you mean 'learning_rate'?"),
+    "the initials of a field": (lambda: OptimizerConfig(lr=1), "lr: unknown field; did you mean 'learning_rate'?"),
     "an empty text": (
         lambda: Sampling(stop=""),
         "Sampling: stop must be texts, tokens or sequences of tokens, none of them empty, got ''",

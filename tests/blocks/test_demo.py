@@ -30,7 +30,11 @@ def finished(tmp_path_factory):
     config = DemoConfig(
         stacks=(str(folder / "hybrid.yaml"), str(folder / "pure.yaml")),
         train=TrainConfig(
-            steps=6, batch=2, length=8, every=3, validation_batches=1, backend="reference", compile=False
+            steps=6,
+            batch={"rows": 2, "length": 8},
+            evaluation={"every": 3, "batches": 1},
+            backend="reference",
+            compile=False,
         ),
         sampling=Sampling(max_tokens=20),
         bench=BenchConfig(rounds=3, seconds=0.1),
@@ -121,4 +125,4 @@ def test_options_reach_every_part_of_the_config():
     config = DemoConfig().with_options(steps=7, seed=5, device="mps", backend="compile")
     assert (config.train.steps, config.train.seed, config.sampling.seed, config.bench.seed) == (7, 5, 5, 5)
     assert (config.train.device, config.bench.device, config.train.backend) == ("mps", "mps", "compile")
-    assert config.train.learning_rate == DemoConfig().train.learning_rate
+    assert config.train.optimizer == DemoConfig().train.optimizer

@@ -364,7 +364,7 @@ def test_a_trained_model_is_converted(tmp_path: Path) -> None:
     layer = Attention(heads=2, key_value_heads=1, head_width=8)
     spec = StackSpec(width=16, depth=1, vocab=256, pattern=layer, mlp={"width": 8})
     (tmp_path / "text").write_text("to be or not to be, that is the question. " * 40)
-    run = deltazoo.TrainConfig(steps=1, length=8, batch=2, compile=False)
+    run = deltazoo.TrainConfig(steps=1, batch={"length": 8, "rows": 2}, compile=False)
     deltazoo.train(spec, tmp_path / "run", tmp_path / "text", run)
     assert convert(tmp_path / "run", tmp_path / "out") == ("llama", 256 * 16 + 16 * 16 * 3 + 16 * 8 * 3 + 3 * 16)
     read, trained = deltazoo.from_pretrained(tmp_path / "out"), deltazoo.load(tmp_path / "run")

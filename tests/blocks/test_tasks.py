@@ -9,9 +9,16 @@ import deltazoo
 from deltazoo import Sampling, StackSpec, TrainConfig
 from deltazoo.backends import CompileBackend, ConfigError, UnknownNameError
 from deltazoo.blocks import generate_tokens, load_text, silent
+from deltazoo.blocks.training.config import BatchConfig
 
 SPEC = StackSpec(width=16, depth=1, vocab=256, pattern="gated_deltanet(heads=1)", mlp={"width": 16})
-CONFIG = TrainConfig(steps=6, batch=2, length=12, every=3, validation_batches=3, backend="reference", compile=False)
+CONFIG = TrainConfig(
+    steps=6,
+    batch={"rows": 2, "length": 12},
+    evaluation={"every": 3, "batches": 3},
+    backend="reference",
+    compile=False,
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +109,14 @@ def test_training_in_two_parts_equals_training_at_once(trained, text_file, tmp_p
     deltazoo.train(SPEC, tmp_path / "half", load_text(text_file), CONFIG, until=3)
     resumed = deltazoo.resume(tmp_path / "half")
     assert resumed.points == [
-        point.model_copy(update={"tokens_per_second": actual.tokens_per_second, "time": actual.time})
+        point.model_copy(update={name: getattr(actual, name) for name in ("tokens_per_second", "data_share", "time")})
         for point, actual in zip(trained[1].points, resumed.points, strict=True)
     ]
 
 
 def test_a_stack_file_and_a_preset_name_train(text_file, tmp_path):
     SPEC.save(tmp_path / "stack.yaml")
-    one_step = CONFIG.model_copy(update={"steps": 1, "every": 1, "validation_batches": 1})
+    one_step = CONFIG.model_copy(update={"steps": 1})
     deltazoo.train(tmp_path / "stack.yaml", tmp_path / "file", text_file, one_step)
     assert deltazoo.load(tmp_path / "file").spec == SPEC
     with pytest.raises(UnknownNameError, match="did you mean 'gated-deltanet-small'"):
@@ -183,7 +190,9 @@ def test_progress_is_printed_on_stderr_every_ten_seconds(text_file, tmp_path, mo
 def test_too_large_sizes_are_named(trained, text_file, tmp_path):
     huge = 10**13
     with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
-        deltazoo.train(SPEC, tmp_path, text_file, CONFIG.model_copy(update={"batch": huge}))
+        deltazoo.train(
+            SPEC, tmp_path, text_file, CONFIG.model_copy(update={"batch": BatchConfig(rows=huge, length=12)})
+        )
     with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of batch={huge}, length=12$"):
         deltazoo.evaluate(deltazoo.load(trained[0]), text_file, length=12, batch=huge)
     attention = StackSpec(width=16, depth=1, vocab=256, pattern="attention(heads=1)").build()

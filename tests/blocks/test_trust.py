@@ -1,13 +1,15 @@
 """A file that names code as "module:Class" is refused, unless the caller trusts it."""
 
+import hashlib
 import json
+import pickle
 
 import pytest
-import torch
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.reference import ReferenceBackend
-from deltazoo.blocks.checkpoints.folder import CHECKPOINT, SETTINGS, STACK, load_model
+from deltazoo.blocks.checkpoints.folder import SETTINGS, STACK, load_model
+from deltazoo.blocks.checkpoints.sharded import STATE, step_folder
 from deltazoo.blocks.data.text import load_text
 from deltazoo.blocks.generation.completion import load_for_completion
 from deltazoo.blocks.inspect.show import details
@@ -120,7 +122,9 @@ def text(tmp_path):
     return load_text(tmp_path / "text.txt")
 
 
-CONFIG = TrainConfig(steps=2, batch=1, length=4, validation_batches=1, backend="reference", compile=False)
+CONFIG = TrainConfig(
+    steps=2, batch={"rows": 1, "length": 4}, evaluation={"batches": 1}, backend="reference", compile=False
+)
 
 
 def test_a_checkpoint_whose_stack_names_code_is_refused(tmp_path, module, text):
@@ -152,6 +156,13 @@ class Payload:
 def test_the_tensors_of_a_checkpoint_run_no_code_even_with_trust(tmp_path, text):
     spec, folder = StackSpec(**STACK_FIELDS | {"layers": {"a": MIXER}}), tmp_path / "run"
     train(spec, folder, text, CONFIG, until=1)
-    torch.save({"model": Payload()}, folder / CHECKPOINT)
-    with pytest.raises(ConfigError, match=f"{CHECKPOINT} cannot be read"):
+    file = step_folder(folder, 1) / ".metadata"
+    file.write_bytes(pickle.dumps(Payload()))
+    lines = (step_folder(folder, 1) / STATE).read_text().splitlines()
+    state = json.loads(lines[1])
+    state["files"][".metadata"] = [file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()]
+    text = json.dumps(state)
+    digest = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest()})
+    (step_folder(folder, 1) / STATE).write_text(f"{digest}\n{text}\n")
+    with pytest.raises(ConfigError, match=r"metadata cannot be read: .*it names deltazoo.*ReferenceBackend"):
         load_model(folder, trust=True)

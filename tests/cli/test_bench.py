@@ -497,7 +497,7 @@ def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypa
 
     small = demo_module.DemoConfig(
         stacks=("gated-deltanet-h1-small",),
-        train=TrainConfig(batch=1, length=4, validation_batches=1, compile=False),
+        train=TrainConfig(batch={"rows": 1, "length": 4}, evaluation={"batches": 1}, compile=False),
         sampling=demo_module.Sampling(max_tokens=5),
         bench=demo_module.BenchConfig(rounds=3, seconds=0.1),
     )

@@ -65,11 +65,14 @@ CASES = {
     ),
     "unknown kind": (("list", "mixer"), "'mixer'"),
     "unknown device": (("show", "kda", "--device", "tpu9"), "'tpu9'"),
-    "no stack to train": (("train",), "give a FILE or a PRESET, or --resume FOLDER"),
+    "no stack to train": (("train",), "give a FILE or a PRESET, model in --config, or --resume FOLDER"),
     "no steps": (("train", "gated-deltanet-small", "--steps", "0"), "steps must be at least"),
     "missing device": (("train", "gated-deltanet-small", "--device", "cuda:99"), "got 'cuda:99'"),
     "no text": (("train", "gated-deltanet-small", "--text", "/no/text"), "/no/text: No such file or directory"),
-    "a folder as text": (("train", "gated-deltanet-small", "--text", "/"), "/: Is a directory"),
+    "a folder as text": (
+        ("train", "gated-deltanet-small", "--text", "/"),
+        "/ has no index.json: encode it with deltazoo data / --out DATA",
+    ),
     "no checkpoint": (("train", "--resume", "/no/run"), "/no/run is not a checkpoint folder: it does not exist"),
     "resume with settings": (
         ("train", "samba", "--resume", "/no/run", "--out", "x", "--batch", "9", "--lr", "1", "--no-compile"),

@@ -13,8 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 import deltazoo
+from deltazoo.blocks.checkpoints.sharded import saved_steps, step_folder
 from deltazoo.blocks.generation.decoder import _step
 from deltazoo.blocks.training.config import TrainConfig
+from deltazoo.blocks.training.nested import flat
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
 from deltazoo.blocks.training.tasks import train
 from deltazoo.cli import app
@@ -32,12 +34,19 @@ def test_train_equals_the_library_function(ok, stack_file, text_file, tmp_path):
     result = ok(
         "train", stack_file, "--text", text_file, "--out", tmp_path / "a", "--steps", 6, "--seed", 3, *QUICK, "--json"
     )
-    config = TrainConfig(steps=6, length=8, batch=2, every=3, seed=3, backend="reference", compile=False)
+    config = TrainConfig(
+        steps=6,
+        batch={"length": 8, "rows": 2},
+        evaluation={"every": 3},
+        seed=3,
+        backend="reference",
+        compile=False,
+    )
     expected = train(stack_file, None, text_file, config)
     for actual, point in zip(result.json["points"], expected.points, strict=True):
-        actual |= {"tokens_per_second": point.tokens_per_second, "time": point.time}
+        actual |= {name: getattr(point, name) for name in ("tokens_per_second", "data_share", "time")}
         assert actual == point.model_dump()
-    assert result.json["config"] == config.model_dump()
+    assert result.json["config"] == json.loads(config.model_dump_json()) | {"model": str(stack_file)}
     assert result.json["source"] == str(text_file)
 
 
@@ -46,15 +55,17 @@ def test_until_and_resume_equal_an_uninterrupted_run(ok, stack_file, text_file, 
     ok("train", stack_file, "--text", text_file, "--out", half, "--steps", 6, "--until", 4, *QUICK)
     result = ok("train", "--resume", half)
     assert "after 6 steps" in result.out
-    expected, actual = (torch.load(path / "checkpoint.pt", weights_only=True)["model"] for path in (folder, half))
+    expected, actual = (deltazoo.load(path).state_dict() for path in (folder, half))
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 def test_a_resumed_run_can_stop_compiling(ok, stack_file, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("deltazoo.blocks.training.run.compile_layers", lambda model: model)
+    monkeypatch.setattr("deltazoo.blocks.training.preparation.compile_layers", lambda model: model)
     options = ("--length", 8, "--batch", 2, "--backend", "reference", "--steps", 2)
     ok("train", stack_file, "--text", text_file, "--out", tmp_path, *options, "--until", 1)
-    monkeypatch.setattr("deltazoo.blocks.training.run.compile_layers", lambda model: pytest.fail("it was compiled"))
+    monkeypatch.setattr(
+        "deltazoo.blocks.training.preparation.compile_layers", lambda model: pytest.fail("it was compiled")
+    )
     assert ok("train", "--resume", tmp_path, "--no-compile", "--json").json["config"]["compile"] is False
 
 
@@ -67,22 +78,21 @@ def test_the_last_line_holds_the_last_validation_loss(ok, folder):
 def test_the_default_folder_is_named_after_the_stack(ok, stack_file, text_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ok("train", stack_file, "--text", text_file, "--steps", 1, *QUICK)
-    assert (tmp_path / "runs" / "tiny" / "checkpoint.pt").exists()
+    assert saved_steps(tmp_path / "runs" / "tiny") == [1]
 
 
 def test_the_help_shows_the_defaults_of_the_library(ok, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     help_defaults = dict(re.findall(r"--([a-z-]+)\s.*\[default: \(?([^\])]+)\)?\]", ok("train", "--help").out))
-    fields = {"lr": "learning_rate"}
-    defaults = TrainConfig()
+    defaults = flat(TrainConfig().model_dump())
+    paths = {rule.option: path for path, rule in RULES.items()}
     checked = 0
     for option, text in help_defaults.items():
-        field = fields.get(option, option.replace("-", "_"))
-        if field in TrainConfig.model_fields and field != "compile":
-            value = getattr(defaults, field)
-            assert type(value)(text) == value, option
+        path = paths.get(f"--{option}")
+        if path is not None and path != "compile":
+            assert type(defaults[path])(text) == defaults[path], option
             checked += 1
-    assert checked == 12
+    assert checked == 13
 
 
 def test_generate_prints_the_prompt_and_its_completion(ok, folder):
@@ -209,13 +219,15 @@ def test_a_row_names_the_auxiliary_losses(ok, text_file, tmp_path):
 
 
 def test_resume_says_which_settings_change_and_what_to_do_for_others(run, ok, folder):
-    assert ok("train", "--resume", folder, "--lr", 0.5, "--every", 3, "--steps", 7).err == (
-        "steps: 6 -> 7 from step 6 on\nlearning_rate: 0.002 -> 0.5 from step 6 on\n"
+    assert ok("train", "--resume", folder, "--lr", 0.5, "--every", 3, "--set", "steps=7").err == (
+        "steps: 6 -> 7 from step 6 on\noptimizer.learning_rate: 0.002 -> 0.5 from step 6 on\n"
     )
     refused = run("train", "--resume", folder, "--batch", 3, "--seed", 1)
-    command = f"a new run can: deltazoo train {folder}/stack.yaml --batch 3 --seed 1 --out FOLDER"
+    command = f"a new run can: deltazoo train {folder}/stack.yaml --seed 1 --batch 3 --out FOLDER"
     assert refused.code == 2
-    assert refused.err.startswith("deltazoo: batch must stay 2 in a resumed run, got 3: ")
+    assert refused.err.startswith(
+        "deltazoo: seed must stay 0 in a resumed run, got 1: it drew the weights and the crops; batch.rows must "
+    )
     assert refused.err.endswith(f"{command}\n")
     settings = (folder / "train.yaml").read_text()
     (folder / "train.yaml").write_text(settings.replace("seed: 0", "seed: 1"))
@@ -227,19 +239,55 @@ def test_the_rules_name_the_options_of_the_command(ok, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     command = typer.main.get_command(app).commands["train"]
     options = {parameter.name: parameter.opts[0] for parameter in command.params}
-    assert {name: rule.option for name, rule in RULES.items()} == {name: options.get(name) for name in RULES}
-    listed = ", ".join(options[name] for name in RESUMABLE)
-    assert f"Of these, only {listed} can change." in ok("train", "--help").out
+    named = {rule.option for rule in RULES.values() if rule.option}
+    other = {"--stack", "--config", "--set", "--text", "--out", "--resume", "--until", "--gpus", "--trust", "--json"}
+    assert {*options.values()} - {"stack", "--help"} == named | other - {"--stack"}
+    listed = ", ".join(RULES[name].option for name in RESUMABLE if RULES[name].option)
+    assert f"Of these, only {listed} can change, and with --set" in ok("train", "--help").out
 
 
 def test_a_damaged_checkpoint_is_one_sentence_in_each_command(run, folder):
-    data = bytearray((folder / "checkpoint.pt").read_bytes())
-    data[len(data) // 2] ^= 4
-    (folder / "checkpoint.pt").write_bytes(data)
+    for step in saved_steps(folder):
+        file = step_folder(folder, step) / "__0_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
     for command in (("train", "--resume", folder), ("generate", folder), ("evaluate", folder)):
         result = run(*command)
         assert result.code == 2
-        assert result.err.startswith(f"deltazoo: {folder}/checkpoint.pt cannot be read: it is damaged")
+        sentence = result.err.splitlines()[-1]
+        assert re.match(
+            rf"deltazoo: {folder}/checkpoints/step-\d+/__0_0.distcp cannot be read: it is damaged", sentence
+        )
+
+
+def test_settings_of_a_file_of_paths_and_of_options_are_merged_in_this_order(run, ok, stack_file, text_file, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {stack_file}\nsteps: 9\nbatch: {{rows: 2, length: 8}}\n"
+        "schedule: {name: linear}\nevaluation: {every: 1}\n"
+    )
+    options = ("--set", "schedule.name=wsd", "--set", "batch.tokens=24", "--steps", 2, "--no-compile", "--json")
+    options = (*options, "--text", text_file)
+    result = ok("train", "--config", config, "--out", tmp_path / "run", "--backend", "reference", *options).json
+    assert result["config"]["schedule"]["name"] == "wsd"
+    assert (result["config"]["steps"], result["points"][-1]["tokens"]) == (2, 48)
+    again = ok("train", "--config", tmp_path / "run" / "train.yaml", "--out", tmp_path / "again", "--json").json
+    assert [point["validation_bits"] for point in again["points"]] == [
+        point["validation_bits"] for point in result["points"]
+    ]
+    for setting, message in {
+        "schedule.nam=wsd": "schedule.nam: unknown field; did you mean 'name'?",
+        "scedule.name=wsd": "scedule: unknown field; did you mean 'schedule'?",
+        "learning_rate=1": "learning_rate: unknown field; did you mean 'optimizer.learning_rate'?",
+        "schedule.name=cosin": "got 'cosin'; did you mean 'cosine'?",
+        "schedule": "a setting must be PATH=VALUE, such as schedule.name=wsd, got 'schedule'",
+    }.items():
+        refused = run("train", stack_file, "--out", tmp_path / "c", "--set", setting)
+        assert refused.code == 2
+        assert message in refused.err, refused.err
+        assert refused.err.count("\n") == 1
+    assert not (tmp_path / "c").exists()
 
 
 def test_every_stop_of_generate_counts_and_the_reason_is_printed(ok, folder):

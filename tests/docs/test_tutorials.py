@@ -61,6 +61,6 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_tutorial_runs_something() -> None:
-    assert len(PAGES) == 10
+    assert len(PAGES) == 11
     for page in PAGES:
         assert page == "tutorials/index.md" or any(language == "python" for language, _ in blocks(page)), page

@@ -1,0 +1,114 @@
+"""Run `deltazoo train` in several gloo processes, with a fault that a process injects into itself.
+
+DELTAZOO_FAULT is "rank:step:what": before that step the process with this rank kills itself, hangs, receives a signal,
+fills its disk, or gets NaN as its loss. Without it `run` is the plain command.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+STACK = (
+    "{width: 16, depth: 2, vocab: 256, mlp: {width: 16},"
+    " pattern: 'gated_deltanet(heads=1) + sliding_window(heads=1, window=4)'}\n"
+)
+QUICK = (
+    "--length", "12", "--batch", "4", "--every", "3", "--steps", "8", "--backend", "reference", "--no-compile",
+    "--precision", "float64", "--warmup", "2", "--lr", "0.01",
+)  # fmt: skip
+
+
+class Ended(NamedTuple):
+    """How a command ended; err has no progress lines."""
+
+    code: int
+    out: str
+    err: list[str]
+
+
+def prepare(folder: Path) -> list[str]:
+    """Write a stack and a text; return the arguments that train on them."""
+    (folder / "stack.yaml").write_text(STACK)
+    (folder / "text.txt").write_text("".join(f"{n} green bottles hanging on the wall\n" for n in range(300)))
+    return [str(folder / "stack.yaml"), "--text", str(folder / "text.txt"), *QUICK]
+
+
+def run(arguments: Sequence[str], fault: str = "", send: int | None = None) -> Ended:
+    """Run `deltazoo train` with the fault. Args: send: a signal to the launcher, once a checkpoint is reported."""
+    environment = {**os.environ, "DELTAZOO_FAULT": fault, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    command = [sys.executable, str(Path(__file__)), "train", *arguments]
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        head = ""
+        if send is not None:
+            while not head.splitlines() or head.splitlines()[-1].split()[:1] != ["3"]:
+                head += process.stdout.readline()
+            process.send_signal(send)
+        out, err = process.communicate(timeout=120)
+    lines = [line for line in err.splitlines() if not line.startswith("training")]
+    return Ended(process.returncode, head + out, [line for line in lines if "amdsmi" not in line])
+
+
+def main() -> None:
+    """Run the command; its processes run this file, too."""
+    from deltazoo.blocks.parallel import launch
+    from deltazoo.cli import main as command
+
+    elastic = launch.launch
+
+    def launch_this_file(module: str, arguments: Sequence[str], processes: int) -> None:
+        elastic("launched", arguments, processes)
+
+    launch.launch = launch_this_file
+    rank, step, what = (os.environ.get("DELTAZOO_FAULT") or "-1:0:").split(":")
+    if os.environ.get("RANK", "0") == rank:
+        _inject(int(step), what)
+    command()
+
+
+def _inject(at: int, what: str) -> None:
+    import torch
+
+    from deltazoo.blocks.training.run import Run
+    from deltazoo.blocks.training.step import Stepper
+
+    take_step, losses = Run._take_step, Stepper.losses
+    state = {"step": -1}
+
+    def step(run: Run, stop: bool) -> None:
+        state["step"] = run.step
+        if run.step == at:
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "hang":
+                time.sleep(100)
+            if what == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if what == "disk":
+                import resource
+
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        take_step(run, stop)
+
+    def nan_losses(stepper: Stepper, rows: object, by_token: bool = False) -> object:
+        found = losses(stepper, rows, by_token)
+        if what == "nan" and state["step"] >= at and torch.is_grad_enabled():
+            return found._replace(cross_entropy=found.cross_entropy * float("nan"))
+        return found
+
+    Run._take_step, Stepper.losses = step, nan_losses
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    main()
