@@ -28,14 +28,14 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # The suites start many processes, which would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kernels test-oldest test-gpu test-families test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-gpu test-graphs test-families test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
 
 # Every mixer, backend and command; then one interpreter case for each kernel phase. One process per core, one thread each.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels and not parallel" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels and not parallel and not graphs" $(ARGS)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) -m kernel_smoke $(INTERPRETED)
 
 # All kernels without a GPU: compiled for sm_90, then run in Triton's interpreter and on the Gluon stand-in.
@@ -64,6 +64,10 @@ test-integrations: $(READY)
 # Every mixer split over 2, 3 and 4 processes, and training runs with faults: 11 minutes on two cores.
 test-parallel: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m parallel tests/parallel $(ARGS)
+
+# The graphs of every mixer, and of the layers of the tiny presets: two minutes on two cores.
+test-graphs: $(READY)
+	OMP_NUM_THREADS=1 $(PYTEST) -m graphs tests/backends tests/mixers tests/blocks tests/docs $(ARGS)
 
 # Folders of transformers of every family of checkpoints, read and written: half a minute on two cores.
 test-families: $(READY)
@@ -101,8 +105,8 @@ bench-baseline: $(READY)
 cpu-table: $(READY)
 	$(BIN)/deltazoo bench --backends compile,reference --markdown docs/benchmarks.md $(ARGS)
 
-# The full product of specs, shapes and dtypes, and graphs of all mixers: six hours of one core. Parts are selected by name:
-# make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'", ARGS="-k test_mixer_has_property".
+# The full product of specs, shapes and dtypes, and exports of all mixers: six hours of one core. Parts are selected by name:
+# make conformance ARGS="-k 'dplr and float16'", ARGS="-k 'channel-delta and grouped'", ARGS="-k test_one_exported_program".
 conformance: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) -m slow tests/backends tests/mixers tests/blocks $(ARGS)
 

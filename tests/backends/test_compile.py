@@ -32,6 +32,7 @@ TRACED = {
     "rate, channel beta, longhorn": UpdateSpec(decay="rate", beta="channel", reparam="longhorn"),
     "dplr": UpdateSpec(transition="dplr", decay="channel"),
 }
+KINDS = ("gated delta", "dplr")  # `make test-graphs` traces the other two
 SPECS = {
     "gated delta": UpdateSpec(decay="head", beta="head"),
     "channel decay, negative eigenvalues": UpdateSpec(decay="channel", beta="head", negative_eigenvalues="both"),
@@ -111,7 +112,7 @@ def assert_one_graph(spec: UpdateSpec, batches: Iterable[UpdateInputs], compiler
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.graphs] * (x not in KINDS)) for x in TRACED])
 def test_callers_torch_compile_gets_one_graph_for_all_lengths(name: str) -> None:
     # AOTAutograd traces the same operators of every spec: the slow test below has the specs with large graphs.
     compiler = "eager" if name in ("rate, channel beta, longhorn", "dplr") else "aot_eager"

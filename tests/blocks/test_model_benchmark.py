@@ -150,7 +150,9 @@ def test_rows_have_the_speeds_and_the_reasons(eager):
 
 
 def test_layers_and_decoding_step_are_compiled(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Inductor takes a minute
+    # Inductor takes a minute
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(model_calls, "compile_layers", partial(model_calls.compile_layers, compiler="eager"))
     config = QUICK.model_copy(update={"directions": ("decode",)})
     (row,) = bench_model("gdn", GDN.model_copy(update={"depth": 1}), ["reference"], config).rows
     assert row.refused == []

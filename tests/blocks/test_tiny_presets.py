@@ -78,6 +78,7 @@ def layers_with_new_options() -> list[tuple[str, list[LayerSpec]]]:
 
 
 # Tracing a layer takes seconds, and the presets have many layers of the same kind.
+@pytest.mark.graphs
 @pytest.mark.parametrize(("name", "layers"), [pytest.param(*x, id=x[0]) for x in layers_with_new_options() if x[1]])
 def test_training_of_a_tiny_preset_is_one_graph(name: str, layers: list[LayerSpec]) -> None:
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux only")
-@pytest.mark.parametrize("arguments", ["list mixers", "list mixers --json", "--version"])
+@pytest.mark.parametrize("arguments", ["list mixers", "--version"])
 def test_a_full_stdout_is_one_sentence(arguments: str) -> None:
     result = shell(f'"$@" {arguments} > /dev/full')
     assert result.stderr == "deltazoo: cannot write to stdout: No space left on device\n"
@@ -28,13 +28,13 @@ def test_a_full_stdout_is_one_sentence(arguments: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sh")
 def test_a_closed_stdout_is_one_sentence() -> None:
-    result = shell('"$@" list mixers >&-')
+    result = shell('"$@" --version >&-')
     assert result.stderr == "deltazoo: cannot write to stdout: it is closed\n"
     assert result.returncode == 2
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sh")
-@pytest.mark.parametrize("arguments", ["list mixers", "schema", "schema --json"])
+@pytest.mark.parametrize("arguments", ["list mixers", "schema --json"])
 def test_a_reader_that_stops_early_ends_the_command_silently(arguments: str) -> None:
     result = shell(f'"$@" {arguments} | true')
     assert result.stderr == ""
@@ -53,7 +53,6 @@ def test_characters_that_the_terminal_lacks_are_escaped() -> None:
     [
         ("build nowhere --json", "UnknownNameError", "unknown preset 'nowhere'"),
         ("list --jsn --json", "UsageError", "No such option: --jsn"),
-        ("train --json", "UsageError", "give a FILE or a PRESET"),
         ("build x --width wide --json", "UsageError", "'--width'"),
     ],
 )

@@ -37,6 +37,17 @@ def call(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'not graph'")  # graphs take most of the time of the conformance kits
+    run_page(page, tmp_path, monkeypatch)
+
+
+@pytest.mark.graphs
+@pytest.mark.parametrize("page", ["tutorials/backend.md", "tutorials/mixer.md"])
+def test_page_with_all_checks_of_a_kit_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(page, tmp_path, monkeypatch)
+
+
+def run_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in ("tutorials/from-transformers.md", "tutorials/in-transformers.md", "ecosystem.md"):
         pytest.importorskip("transformers", minversion="5.23", reason="the page needs transformers 5.23 or newer")
     monkeypatch.chdir(tmp_path)

@@ -24,26 +24,24 @@ WIDTH, T = 16, 2
 CHUNKED = CompileBackend(chunk=16, compiled=False)  # graphs grow with the chunk
 OURS = [x for x in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, x).startswith("deltazoo ")]
 
+graphs, slow = pytest.mark.graphs, pytest.mark.slow
 # One mixer for each kind of state and each way to handle padding.
 STATE_KINDS = (
-    "attention", "sliding_window", "mla", "fox, pro", "path_attention, forget gate, grouped heads", "gated_deltanet",
-    "mamba", "mamba3", "mlstm", "rwkv7", "lru", "gsa", "s4d", "hyena", "titans", "log_linear_gdn",
+    "attention", "sliding_window", "gated_deltanet", "mamba", "mlstm", "rwkv7", "s4d", "titans", "log_linear_gdn",
     "mom of rwkv4, one active",
+)  # fmt: skip
+# Their states and masks combine those above.
+SIMILAR_STATES = (
+    "mla", "fox, pro", "path_attention, forget gate, grouped heads", "mamba3", "lru", "gsa", "hyena",
 )  # fmt: skip
 # AOTAutograd functionalises the writes of a cache, of a state that a scan returns, and of states chosen by a router.
 FUNCTIONALISED = ("attention", "gated_deltanet", "mom of rwkv4, one active")
-slow = pytest.mark.slow
-LENGTH_CASES = [
-    "sliding_window",
-    "gated_deltanet",
-    pytest.param("attention", marks=slow),
-    pytest.param("retnet", marks=slow),
-]
+LENGTH_CASES = ["gated_deltanet", *(pytest.param(x, marks=graphs) for x in ("sliding_window", "attention", "retnet"))]
 # A mixer with chunks and one with a window; the rest of the zoo is slow.
 EXPORTED = ("gated_deltanet", "sliding_window")
 OTHERS = [x for x in OURS if x not in EXPORTED]
 # elementwise scan, token scan, chunks
-INDUCTOR_CASES = ["mamba", pytest.param("titans", marks=slow), pytest.param("mlstm", marks=slow)]
+INDUCTOR_CASES = [pytest.param("mamba", marks=graphs), *(pytest.param(x, marks=slow) for x in ("titans", "mlstm"))]
 
 
 def build(config: MixerConfig, backend: str | Backend) -> Mixer:
@@ -80,7 +78,7 @@ class Serve(nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", STATE_KINDS)
+@pytest.mark.parametrize("name", [*STATE_KINDS, *(pytest.param(x, marks=graphs) for x in SIMILAR_STATES)])
 def test_padded_prefill_and_decoding_are_one_graph_and_update_the_state_in_place(
     zoo: dict[str, MixerConfig], name: str
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from small_configs import SAME_PARTS, small
+from small_configs import small
 from torch import Tensor
 
 from deltazoo.backends.io.errors import UnknownNameError
@@ -16,6 +16,8 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place,
 
 # Traced on the reference, whose graph of a few tokens is much smaller than that of the chunk-parallel backend.
 TRACED = ("fullgraph", "export")
+# One mixer of each kind of graph: attention, chunks, real and complex elementwise scan, dplr, token scan, FFT, router.
+KINDS_OF_GRAPHS = ("attention", "gated_deltanet", "mamba", "lru", "rwkv7", "mlstm", "s4d", "mom")
 # Two steps, or two memories, have every part of a longer loop, in a smaller graph.
 SHORT_LOOPS = {"mesa": small("mesa", steps=2), "mom": small("mom", memories=2)}
 
@@ -25,8 +27,8 @@ def cases() -> Iterator[object]:
         if not registry.owner(registry.MIXERS, mixer).startswith("deltazoo "):
             continue  # a plug-in tests its own mixers
         for name in conformance.PROPERTIES:
-            slow = name in TRACED and mixer in SAME_PARTS
-            yield pytest.param(mixer, name, marks=[pytest.mark.slow] if slow else [])
+            elsewhere = name in TRACED and mixer not in KINDS_OF_GRAPHS
+            yield pytest.param(mixer, name, marks=[pytest.mark.graphs] if elsewhere else [])
 
 
 @pytest.mark.parametrize(("mixer_name", "name"), list(cases()))
