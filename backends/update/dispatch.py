@@ -118,10 +118,7 @@ class BoundUpdate:
             backend.commit_(self.spec, draft, states, slots, accepted)
 
     def carried(self, inputs: UpdateInputs, links: Links) -> UpdateOutput | None:
-        """Compute the update of this rank's segments from the states of the ranks before.
-
-        Returns: None if the backend has no operator for it.
-        """
+        """Compute the update of this rank's segments from earlier ranks' states; None: the backend cannot."""
         meta = UpdateMeta.of(inputs)
         backend = self.backend_for(meta)
         if backend.carried_unsupported(self.spec, meta):
@@ -150,8 +147,7 @@ class BoundUpdate:
     ) -> Tensor:
         """Decode one token per row from the projections of a mixer to the input of its output projection.
 
-        Call it only if `can_fuse_decode` returns True. `inputs.history` and `states` [S, HV, K, V] are updated in
-        place.
+        Only if `can_fuse_decode`. `inputs.history` and `states` [S, HV, K, V] are updated in place.
 
         Args: slots: as for `step_`; they also select the rows of the history.
         Returns: o [B, 1, HV, V] in the dtype of qkv.

@@ -35,14 +35,17 @@ class GemvLaunch(NamedTuple):
     Args:
         programs: per SM; 0: one for each tile. Two kernels should fit an SM.
         ahead: bytes of weights that a program requests before its operands are ready.
+
+    H200, gated-deltanet-1.3b, a captured step of one row, microseconds: 1086 with these numbers; 1238 with stages=5,
+    programs=2, ahead=32768; 1082 with the same and tiles of 24576 bytes.
     """
 
     rows: int
     block: int = 2048
     warps: int = 4
-    stages: int = 5
-    programs: int = 2
-    ahead: int = 32768
+    stages: int = 1
+    programs: int = 0
+    ahead: int = 0
 
 
 class DotLaunch(NamedTuple):
