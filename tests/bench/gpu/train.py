@@ -34,8 +34,8 @@ def left() -> float:
     return SECONDS - (time.monotonic() - BEGIN)
 
 
-def row(name: str, **figures: object) -> None:
-    print(f"{name:44s}", "  ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
+def row(label: str, /, **figures: object) -> None:
+    print(f"{label:44s}", "  ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
 
 
 def stack_file(name: str) -> str:
