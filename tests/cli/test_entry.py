@@ -76,7 +76,7 @@ def test_version_does_not_import_torch():
         ("bench --backends compile,comp", ""),
         ("generate runs --device cu", "cuda"),
         ("bench --mixer gated_deltap", "gated_deltaproduct"),
-        ("tune --mixer kda,rwkv7,rw", "kda,rwkv7,rwkv4 kda,rwkv7,rwkv6"),
+        ("tune --mixer kda,rwkv7,rw", "kda,rwkv7,rwkv4 kda,rwkv7,rwkv6 kda,rwkv7,rwkv_channel_mix"),
         ("show kda --device-name AM", r"AMD\ Instinct\ MI300X"),
         ("tune --device-name A", r"AMD\ Instinct\ MI300X"),
         ("merge", "merge-tables"),

@@ -159,7 +159,7 @@ def test_a_signal_prints_one_json_document(run, stack_file, text_file, tmp_path,
 
 def test_generate_says_that_it_compiles(ok, folder, monkeypatch):
     compiled = []
-    monkeypatch.setattr("deltazoo.blocks.generation.decoder._compiled_step", lambda _: compiled.append(1) or _step)
+    monkeypatch.setattr("deltazoo.blocks.generation.decoder.compiled_step", lambda *_: compiled.append(1) or _step)
     eager = ok("generate", folder, "--max-tokens", 9)
     assert (eager.err, compiled) == ("stopped at the limit of 9 bytes\n", [])
     result = ok("generate", folder, "--max-tokens", 9, "--compile")
