@@ -61,7 +61,7 @@ test-integrations: $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[integrations]"
 	OMP_NUM_THREADS=1 $(PYTEST) tests/integrations $(ARGS)
 
-# Every mixer split over 2, 3 and 4 processes, and training runs with faults: 11 minutes on two cores.
+# Every mixer split over 2, 3 and 4 processes, and training runs with faults.
 test-parallel: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m parallel tests/parallel $(ARGS)
 
