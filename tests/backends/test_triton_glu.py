@@ -151,7 +151,7 @@ def test_an_mlp_can_be_vectorised(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("config", [Dense(width=12), Dense(width=12, activation="gelu")])
-def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
+def test_an_mlp_leaves_its_activation_to_inductor_only_without_gradients(monkeypatch, config):
     monkeypatch.setattr(module, "kernel_refusals", lambda hidden: [])
     torch.manual_seed(0)
     mlp = config.build(6).to(DEVICE)
@@ -162,6 +162,9 @@ def test_an_mlp_uses_the_kernels_only_with_gradients(monkeypatch, config):
     assert set(log.kernels) == {"glu_kernel", "glu_backward_kernel"}
     with watch() as log, torch.no_grad():
         torch.testing.assert_close(mlp(x, None).y, y)
+    assert set(log.kernels) == {"glu_kernel"}
+    with watch() as log, torch.no_grad():
+        torch.testing.assert_close(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x, None).y, y)
     assert not log.kernels
     monkeypatch.setattr(module, "kernel_refusals", lambda hidden: ["planted"])
     expected = torch.autograd.grad(mlp(x, None).y.sum(), [x, *mlp.parameters()])
