@@ -3,7 +3,7 @@
 Parts, separated by commas; default: speed,curves. "speed": the training step that `deltazoo bench --model` times; the
 command on one GPU, on several with DDP and FSDP2, and with packed documents; the first step of a process with warm
 caches; the time for which checkpoints stop the training. "curves": the losses of one GPU and of several with the same
-rows. Rows of one GPU run at the same time, each on its own; a row and the one that it is compared with use the same GPU.
+rows. Rows of one GPU run at the same time, each on its own; a row and the one it is compared with use the same GPU.
 "cpu" as the number of GPUs rehearses all rows with tiny models on two CPU processes.
 """
 
@@ -64,7 +64,10 @@ def finished(label: str, command: list[str], gpu: int | None) -> str | None:
     if left() < 15:
         row(label, skipped="no time left")
         return None
-    environment = dict(os.environ, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}))
+    environment = dict(os.environ)
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
     log = OUT / f"{label.replace(' ', '-').replace('/', '')}.txt"
     with log.with_suffix(".err").open("w") as errors:
         try:
