@@ -15,6 +15,7 @@ from torch import Tensor
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.data.loader import Batch, Loader
 from deltazoo.blocks.data.order import Mixture, Source
+from deltazoo.blocks.data.prefetch import Prefetch
 from deltazoo.blocks.data.shards import INDEX, open_shards
 from deltazoo.blocks.data.text import BYTES, Text, as_text, even_crops, random_crops
 from deltazoo.blocks.training.config import BatchConfig, DataConfig, RunSettings, TextOrigin, TrainConfig, text_of_run
@@ -98,6 +99,10 @@ class RowSource(ABC):
     def validation(self, config: TrainConfig, place: Place) -> Iterator[Rows]:
         """Yield this process's rows of the validation."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one."""
+
 
 class ByteSource(RowSource):
     """Random windows of a text; the windows of a step depend on the seed and the step alone."""
@@ -127,6 +132,9 @@ class ByteSource(RowSource):
                 first = (index * place.ranks + place.rank) * place.rows
                 yield _dense(crop.inputs[first : first + place.rows], crop.targets[first : first + place.rows])
 
+    def close(self) -> None:
+        """Do nothing: no thread reads ahead."""
+
 
 class ShardSource(RowSource):
     """Packed documents of folders that `deltazoo data` wrote."""
@@ -145,15 +153,23 @@ class ShardSource(RowSource):
         paths = [str(Path(folder).absolute()) for folder in folders]
         self.origin = TextOrigin(path=paths[0] if len(paths) == 1 else None, digest=joined, source=", ".join(folders))
         self._most_bounds = _LEAST_BOUNDS
+        self._batches: Prefetch | None = None
 
     def begin(self, config: TrainConfig, place: Place, state: dict[str, Any] | None) -> None:
-        self.loader = self._loader("train", config, place, state)
+        self.close()
+        self._batches = Prefetch(self._loader("train", config, place, state))
 
     def rows(self, step: int, index: int) -> Rows:
-        return self._packed(next(self.loader))
+        assert self._batches is not None
+        return self._packed(next(self._batches))
 
     def state(self) -> dict[str, Any]:
-        return self.loader.state()
+        assert self._batches is not None
+        return self._batches.state()
+
+    def close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
 
     def validation(self, config: TrainConfig, place: Place) -> Iterator[Rows]:
         loader = self._loader("validation", config, place, None)

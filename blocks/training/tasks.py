@@ -225,7 +225,10 @@ def _trained(
         progress = silent
     if run.config.logging.watch:
         check_watchable(run.model)
-    training = run.train(until, progress or ProgressLines(), on_point)
+    try:
+        training = run.train(until, progress or ProgressLines(), on_point)
+    finally:
+        run.source.close()
     if run.config.checkpoint.pretrained and run.folder is not None:
         run.save_pretrained()
     return training

@@ -1,33 +1,43 @@
-"""Measure `deltazoo train` on GPUs: python train.py [seconds] [gpus]; each row is printed as soon as it is measured.
+"""Measure `deltazoo train` on GPUs: python train.py [seconds] [gpus] [parts]; rows are printed as they are measured.
 
-Rows: the training step that `deltazoo bench --model` times; the command on one GPU; the command on several with DDP and
-FSDP2, against so many times one GPU; with the first step of each process, and the time for which checkpoints stop the
-training. The text is arbitrary: the losses mean nothing.
+Parts, separated by commas; default: speed,curves. "speed": the training step that `deltazoo bench --model` times; the
+command on one GPU, on several with DDP and FSDP2, and with packed documents; the first step of a process with warm
+caches; the time for which checkpoints stop the training. "curves": the losses of one GPU and of several with the same
+rows. Rows of one GPU run at the same time, each on its own; a row and the one it is compared with use the same GPU.
+"cpu" as the number of GPUs rehearses all rows with tiny models on two CPU processes.
 """
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from deltazoo.blocks.inspect.model_calls import OurCalls
-from deltazoo.blocks.spec.stack_spec import StackSpec
-
-OUT = Path(os.environ.get("OUT", "build/train"))
-STACKS = {
-    "395M": "{width: 2048, depth: 6, vocab: 32000, pattern: gated_deltanet, tied: true}",
-    "1.3B": None,  # the preset gated-deltanet-1.3b
-}
-LENGTH, ROWS = 4096, {"395M": 8, "1.3B": 4}  # sequences per GPU and step
 BEGIN = time.monotonic()
 SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 230.0
-GPUS = int(sys.argv[2]) if len(sys.argv) > 2 else torch.cuda.device_count()
+REHEARSAL = sys.argv[2:3] == ["cpu"]
+GPUS = 2 if REHEARSAL else int(sys.argv[2]) if len(sys.argv) > 2 else torch.cuda.device_count()
+PARTS = (sys.argv[3] if len(sys.argv) > 3 else "speed,curves").split(",")
+OUT = Path(os.environ.get("OUT", "build/train"))
+WORK = Path(tempfile.gettempdir()) / "deltazoo-train"  # checkpoints: gigabytes that nobody reads
+STACKS = {
+    "395M": "{width: 2048, depth: 6, vocab: 32000, pattern: gated_deltanet, tied: true}",
+    "1.3B": "",  # the preset gated-deltanet-1.3b
+    "small": "{width: 512, depth: 4, vocab: 257, pattern: 3*gated_deltanet + attention, tied: true}",
+}
+LENGTH, ROWS = 4096, {"395M": 8, "1.3B": 4}  # sequences per GPU and step
+if REHEARSAL:
+    tiny = "{width: 32, depth: 2, vocab: 257, pattern: gated_deltanet(heads=2), tied: true}"
+    STACKS, LENGTH = dict.fromkeys(STACKS, tiny), 64
 
 
 def left() -> float:
@@ -35,96 +45,201 @@ def left() -> float:
 
 
 def row(label: str, /, **figures: object) -> None:
-    print(f"{label:44s}", "  ".join(f"{key} {value}" for key, value in figures.items()), flush=True)
+    line = f"{label:40s}" + "  ".join(f"{key} {value}" for key, value in figures.items())
+    print(line, flush=True)
+    with (OUT / "rows.txt").open("a") as file:
+        file.write(line + "\n")
 
 
 def stack_file(name: str) -> str:
-    if STACKS[name] is None:
+    if not STACKS[name]:
         return "gated-deltanet-1.3b"
-    path = OUT / f"{name}.yaml"
+    path = WORK / f"{name}.yaml"
     path.write_text(STACKS[name] + "\n")
     return str(path)
 
 
-def bench_step(name: str, steps: int = 12) -> float:
-    """Return the tokens/s of the step that `bench --model` times: bfloat16, fused AdamW."""
+def finished(label: str, command: list[str], gpu: int | None) -> str | None:
+    """Run a command, on one GPU unless it is None; return its stdout, or print a row and return None."""
+    if left() < 15:
+        row(label, skipped="no time left")
+        return None
+    environment = dict(os.environ)
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
+    log = OUT / f"{label.replace(' ', '-').replace('/', '')}.txt"
+    with log.with_suffix(".err").open("w") as errors:
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True, timeout=left(),
+                env=environment,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            row(label, failed="no time left")
+            return None
+    log.write_text(done.stdout)
+    if done.returncode:
+        row(label, failed=log.with_suffix(".err").read_text().strip().splitlines()[-1:])
+        return None
+    return done.stdout
+
+
+def bench(name: str, steps: int = 16) -> None:
+    """Print the tokens/s of the step that `bench --model` times: bfloat16 weights, fused AdamW."""
+    from deltazoo.blocks.inspect.model_calls import OurCalls
+    from deltazoo.blocks.spec.stack_spec import StackSpec
+
+    device = "cpu" if REHEARSAL else "cuda"
     spec = StackSpec.load(stack_file(name))
-    tokens = torch.randint(spec.vocab, (ROWS[name], LENGTH), device="cuda")
+    tokens = torch.randint(spec.vocab, (ROWS[name], LENGTH), device=device)
     step = OurCalls(spec, None, tokens, torch.bfloat16).training_step()
-    for _ in range(3):
-        step()
     seconds = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
+    for _ in range(2 if REHEARSAL else steps):
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if not REHEARSAL:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return tokens.numel() / median(seconds)
+    print(tokens.numel() / median(seconds[len(seconds) // 2 :]))
 
 
-def command(label: str, name: str, gpus: int, steps: int, *options: str) -> dict:
-    """Run the command, print a row, and return its figures; {} if it fails or the time is up."""
-    if left() < 25:
-        row(label, skipped="no time left")
-        return {}
-    folder = OUT / "runs" / label.replace(" ", "-").replace(",", "")
-    arguments = [
-        "train", stack_file(name), "--out", str(folder), "--text", str(OUT / "text.txt"), "--device", "cuda",
-        "--precision", "bfloat16", "--batch", str(ROWS[name] * gpus), "--length", str(LENGTH), "--steps", str(steps),
-        "--every", str(steps), "--set", "evaluation.batches=1", "--set", "checkpoint.best=false",
-        "--set", "checkpoint.keep=1", "--gpus", str(gpus), "--json", *options,
-    ]  # fmt: skip
-    start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "deltazoo", *arguments], capture_output=True, text=True, timeout=max(20, left())
-        )
-    except subprocess.TimeoutExpired:
-        row(label, failed="timeout")
-        return {}
-    (OUT / f"{folder.name}.txt").write_text(done.stdout + done.stderr)
-    if done.returncode:
-        row(label, failed=done.stderr.strip().splitlines()[-1:])
-        return {}
-    training = json.loads(done.stdout)
-    last = training["points"][-1]
-    row(
-        label, tokens_s=f"{last['tokens_per_second']:,.0f}", peak=f"{100 * (last['peak_share'] or 0):.1f}%",
-        GiB=f"{last['memory_gib']:.1f}", data=f"{100 * last['data_share']:.2f}%",
-        first_step_s=f"{training['first_step_s']:.1f}", wall_s=f"{time.monotonic() - start:.0f}",
-        stops_s=" ".join(f"{x:.2f}" for x in training["checkpoint_stops_s"]),
-    )  # fmt: skip
+def bench_step(name: str, gpu: int) -> float:
+    label = f"{name} bench step"
+    arguments = [__file__, "230", "cpu" if REHEARSAL else "1", f"bench={name}"]
+    found = finished(label, arguments, gpu)
+    if found is None:
+        return 0.0
+    row(label, tokens_s=f"{float(found):,.0f}")
+    return float(found)
+
+
+def train(label: str, name: str, gpus: int, gpu: int | None, rows: int, steps: int, *options: str) -> dict:
+    """Run the command, and return what it prints as JSON; {} if it fails."""
+    folder = WORK / "runs" / label.replace(" ", "-").replace("/", "")
     shutil.rmtree(folder, ignore_errors=True)
-    return {"speed": last["tokens_per_second"]}
+    arguments = [
+        "train", stack_file(name), "--out", str(folder), "--device", "cpu" if REHEARSAL else "cuda",
+        "--precision", "bfloat16", "--batch", str(rows), "--length", str(LENGTH), "--steps", str(steps),
+        "--set", "evaluation.batches=1", "--set", "checkpoint.best=false", "--set", "checkpoint.keep=1", "--json",
+        *(["--gpus", str(gpus)] if gpus > 1 else []), *(["--no-compile"] if REHEARSAL else []), *options,
+    ]  # fmt: skip
+    found = finished(label, ["-m", "deltazoo", *arguments], gpu)
+    shutil.rmtree(folder, ignore_errors=True)
+    return {} if found is None else json.loads(found)
 
 
-def share(label: str, figures: dict, reference: float) -> None:
-    if figures and reference:
-        row(label, share=f"{100 * figures['speed'] / reference:.1f}%")
+def speed(label: str, name: str, gpus: int, gpu: int | None, rows: int = 0, *options: str) -> float:
+    """Print a row of a run of two points, of which the second has checkpoints being written; return tokens/s."""
+    start, steps = time.monotonic(), 4 if REHEARSAL else 32
+    every = ("--every", str(steps // 2), "--text", str(WORK / "text.txt"))
+    found = train(label, name, gpus, gpu, rows or ROWS[name] * gpus, steps, *every, *options)
+    if not found:
+        return 0.0
+    first, second = found["points"][1:3]
+    row(
+        label, tokens_s=f"{first['tokens_per_second']:,.0f}", writing=f"{second['tokens_per_second']:,.0f}",
+        peak=f"{100 * (first['peak_share'] or 0):.1f}%", GiB=f"{first['memory_gib'] or 0:.1f}",
+        data=f"{100 * first['data_share']:.2f}%", first_step_s=f"{found['first_step_s']:.1f}",
+        first_call_s=f"{found['first_call_s']:.1f}", wall_s=f"{time.monotonic() - start:.0f}",
+        stops_s=" ".join(f"{x:.2f}" for x in found["checkpoint_stops_s"]),
+    )  # fmt: skip
+    return float(first["tokens_per_second"])
+
+
+def share(label: str, figure: float, reference: float) -> None:
+    if figure and reference:
+        row(label, share=f"{100 * figure / reference:.1f}%")
+
+
+def one_gpu(name: str, gpu: int) -> float:
+    """Measure the bench step and the command, and with warm caches the first step of another process."""
+    reference = bench_step(name, gpu)
+    label = f"{name} one GPU"
+    found = speed(label, name, 1, gpu)
+    share(f"{label} / bench step", found, reference)
+    if name == "395M":
+        again = train(
+            f"{name} first step", name, 1, gpu, ROWS[name], 2, "--every", "2", "--text", str(WORK / "text.txt")
+        )
+        if again:
+            row(f"{name} first step, warm", s=f"{again['first_step_s']:.1f}", call_s=f"{again['first_call_s']:.1f}")
+    return found
+
+
+def packing(gpu: int) -> None:
+    """Compare rows of documents of mean length 700 with rows that are one document each."""
+    draw, lines = random.Random(0), []
+    while sum(map(len, lines)) < 4_000_000:
+        size = min(8000, max(20, int(draw.expovariate(1 / 700))))
+        lines.append(json.dumps({"text": "".join(draw.choices("etaoin shrdlu", k=size))}))
+    (WORK / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    source, folder = str(WORK / "documents.jsonl"), str(WORK / "data")
+    shutil.rmtree(folder, ignore_errors=True)
+    data = ["-m", "deltazoo", "data", source, "--tokenizer", "bytes", "--held-out", "0.05", "--out", folder]
+    if finished("deltazoo data", data, gpu) is None:
+        return
+    dense = speed("395M dense 4 rows", "395M", 1, gpu, 4)
+    packed = speed("395M packed 4 rows", "395M", 1, gpu, 4, "--text", folder)
+    share("395M packed / dense", packed, dense)
+
+
+def losses(label: str, gpus: int, gpu: int | None, steps: int, *options: str) -> dict[int, float]:
+    """Return the validation loss by step of a small hybrid on Python sources."""
+    steps = 6 if REHEARSAL else steps
+    every = ("--every", str(max(2, steps // 10)), "--length", "64" if REHEARSAL else "512", "--lr", "1e-3")
+    found = train(label, "small", gpus, gpu, 32, steps, *every, *options)
+    return {point["step"]: point["validation_bits"] for point in found["points"]} if found else {}
+
+
+def compare(label: str, first: dict[int, float], second: dict[int, float]) -> None:
+    if first and second:
+        worst = max(abs(second[step] - bits) / bits for step, bits in first.items())
+        last = max(first)
+        row(label, largest_difference=f"{worst:.1e}", last=f"{first[last]:.4f} {second[last]:.4f}", points=len(first))
+
+
+def curves(gpu: int) -> Callable[[], None]:
+    """Train on one GPU twice, with other passes; return what compares them with several GPUs."""
+    wide = ("--precision", "float32", "--backend", "compile")
+    one = losses("curve one GPU", 1, gpu, 300)
+    split = losses("curve one GPU, 4 passes", 1, gpu, 300, "--set", "batch.micro_rows=8")
+    compare("bf16 300 steps, one GPU, 1 / 4 passes", one, split)
+    float32 = losses("curve float32 one GPU", 1, gpu, 20, *wide)
+
+    def several() -> None:
+        for mode in ("fsdp", "ddp"):
+            found = losses(f"curve {mode} {GPUS} GPUs", GPUS, None, 300, "--parallel", mode)
+            compare(f"bf16 300 steps, one / {GPUS} GPUs {mode}", one, found)
+        found = losses(f"curve float32 {GPUS} GPUs", GPUS, None, 20, "--parallel", "ddp", *wide)
+        compare(f"float32 20 steps, one / {GPUS} GPUs ddp", float32, found)
+
+    return several
 
 
 def main() -> None:
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "text.txt").write_bytes(bytes(32 + i * 7 % 90 for i in range(1 << 20)) * 2)
-    row("device", name=torch.cuda.get_device_name(), gpus=GPUS, torch=torch.__version__)
-    for name in os.environ.get("RUN_ONLY", "395M 1.3B").split():
-        bench = 0.0
-        try:
-            bench = bench_step(name)
-            row(f"{name} bench step", tokens_s=f"{bench:,.0f}")
-        except torch.OutOfMemoryError as error:
-            row(f"{name} bench step", failed=str(error).splitlines()[0])
-        torch.cuda.empty_cache()
-        one = command(f"{name} one GPU", name, 1, 24)
-        share(f"{name} one GPU / bench step", one, bench)
-        if GPUS > 1:
-            modes = ("fsdp", "ddp") if name == "395M" else ("fsdp",)
-            for mode in modes:
-                several = command(f"{name} {mode} {GPUS} GPUs", name, GPUS, 24, "--parallel", mode)
-                share(f"{name} {mode} / {GPUS} x one GPU", several, GPUS * one.get("speed", 0.0))
-    for name, gpus in (("395M", 1), ("1.3B", GPUS)):
-        command(f"{name} checkpoints", name, gpus, 36, "--parallel", "fsdp", "--set", "checkpoint.every=12")
+    for folder in (OUT, WORK):
+        folder.mkdir(parents=True, exist_ok=True)
+    if PARTS[0].startswith("bench="):
+        bench(PARTS[0].removeprefix("bench="))
+        return
+    (WORK / "text.txt").write_bytes(bytes(32 + i * 7 % 90 for i in range(1 << 20)) * 4)
+    name = "CPU" if REHEARSAL else torch.cuda.get_device_name()
+    row("device", name=name, gpus=GPUS, torch=torch.__version__)
+    with ThreadPoolExecutor(1 if REHEARSAL else GPUS) as pool:
+        lanes = [pool.submit(one_gpu, name, n % GPUS) for n, name in enumerate(("395M", "1.3B")) if "speed" in PARTS]
+        if "speed" in PARTS:
+            pool.submit(packing, 2 % GPUS).add_done_callback(lambda done: done.result())
+        several = pool.submit(curves, 3 % GPUS) if "curves" in PARTS else None
+        one = [lane.result() for lane in lanes]
+    if GPUS > 1 and one:
+        for name, mode, reference in (("1.3B", "fsdp", one[1]), ("395M", "fsdp", one[0]), ("395M", "ddp", one[0])):
+            label = f"{name} {mode} {GPUS} GPUs"
+            share(f"{label} / one GPU", speed(label, name, GPUS, None, 0, "--parallel", mode), GPUS * reference)
+    if GPUS > 1 and several is not None:
+        several.result()()
+    row("time", s=f"{time.monotonic() - BEGIN:.0f}")
+    shutil.rmtree(WORK, ignore_errors=True)
 
 
 if __name__ == "__main__":
