@@ -127,11 +127,11 @@ def _print_plan(planned: "Sequence[Planned]") -> None:
 
 
 def _print_model(tuned: "ModelTuned") -> None:
-    from deltazoo.backends.triton.runtime.options import COLUMNS
+    from deltazoo.backends.triton.runtime.records import OPERATOR_COLUMNS
 
     operators = tuned.operators
     print_line(f"\nkernels beside the updates, {tuned.dtype}:")
-    print_table(COLUMNS, [record.cells() for record in operators.records])
+    print_table(OPERATOR_COLUMNS, [record.cells() for record in operators.records])
     for sentence in (*operators.failures, *operators.rejected):
         print_line(sentence)
     counts = f"{operators.kept} already in the table, {operators.left} not reached"

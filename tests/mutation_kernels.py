@@ -95,7 +95,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "combine: the maps of segments are not transposed in the backward", f"{PORTABLE}/combine.py",
-        "load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE)", "load_map(M_p, ka, ka, in_ka, in_ka, K, False)",
+        "keys, in_keys, K, REVERSE, PREC, NK)", "keys, in_keys, K, False, PREC, NK)",
         "test-kernels", f"{PORTABLE_TEST}[gated delta-segments-many chunks]",
     ),
     Mutation(

@@ -22,8 +22,7 @@ from deltazoo.backends.triton.decode.op import begin_step, commit_, decode_opera
 from deltazoo.backends.triton.element.op import element_step_, element_update
 from deltazoo.backends.triton.element.show import explain_element
 from deltazoo.backends.triton.limits import current_limits, limits_of, size_refusals
-from deltazoo.backends.triton.lower import computes_in_float32, lower
-from deltazoo.backends.triton.route import route_of
+from deltazoo.backends.triton.lower import computes_in_float32, lower, route_of
 from deltazoo.backends.triton.show import explain_plan
 from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, refuse_forward_mode
 from deltazoo.backends.update.spec import UpdateSpec

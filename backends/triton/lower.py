@@ -1,4 +1,4 @@
-"""Lowering of a spec and its inputs to the operands of the chunked kernels; decode kernels need none (`decode_op.py`).
+"""The route of an update, and its lowering to the operands of the chunked kernels, which the other routes do not need.
 
 The kernels compute one form, per value head, with the strengths b and w one number per token:
 
@@ -14,7 +14,7 @@ The kernels compute one form, per value head, with the strengths b and w one num
 B batch, T time, n micro-steps, H key heads, HV value heads, K key width, V value width
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,25 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput
 from deltazoo.backends.update.lowering import accumulates_rounding_errors, strengths
 from deltazoo.backends.update.spec import UpdateSpec
+
+# The operator that computes an update. chunks: the chunked kernels (chunk/op.py). elements: the elementwise scan
+# (element/op.py). step, element step: the kernels of one token without gradients (decode/op.py, element/op.py).
+Route = Literal["chunks", "elements", "step", "element step"]
+MAX_ELEMENT_VALUES = 2  # value columns that one launch of the elementwise kernels computes
+
+
+def route_of(spec: UpdateSpec, V: int, T: Any = None, *, packed: bool = False, grad: bool = True) -> Route:
+    """Return the route of an update of T tokens per row; None: of more than one.
+
+    The elementwise kernels compute additive updates of one write per token, with narrow values or a rate. For values
+    of width 1 or 2 the products of a chunk are more work than the recurrence itself. With a rate, the gradient of the
+    log decay is multiplied by the step, and only these kernels compute it without cancellation.
+    """
+    narrow = V <= MAX_ELEMENT_VALUES
+    elementwise = spec.transition == "additive" and spec.householders == 1 and (narrow or spec.decay == "rate")
+    if T is not None and T == 1 and not packed and not grad and (narrow or not elementwise):
+        return "element step" if elementwise else "step"
+    return "elements" if elementwise else "chunks"
 
 
 class Lowered(NamedTuple):

@@ -1,21 +1,24 @@
-"""Operands and gradients of the operators, and the problem that they pose, as NamedTuples; does not import Triton.
+"""Operands, results and gradients of the chunked operators as NamedTuples, and the problem; does not import Triton.
 
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.chunk.registry import saves_16_bits
 from deltazoo.backends.triton.problem import Decay, Problem
-from deltazoo.backends.triton.runtime.precompile import device_of
 
 T_ = TypeVar("T_", bound=tuple[Any, ...])
+Layout = tuple[tuple[Any, ...], torch.dtype]  # the shape, with sizes that may be symbolic, and dtype of a tensor
 _DECAY_OF_DIM: dict[int, Decay] = {1: "fixed", 3: "head", 4: "channel"}
 
 
@@ -97,7 +100,7 @@ def problem_of(x: ScanOperands, kind: ScanKind, device: DeviceSpec | None = None
     )  # fmt: skip
     if not kind.split_terms:
         return problem
-    device = problems.device_spec(device_of(x.q).index) if device is None else device
+    device = problems.device_spec_of(x.q) if device is None else device
     return problem._replace(saves_16_bits=saves_16_bits(problem, device))
 
 
@@ -135,6 +138,85 @@ class Gradients(NamedTuple):
     def present(self) -> list[Tensor]:
         """Return the gradients that are not None: an operator cannot return None."""
         return [x for x in self if x is not None]
+
+
+class Prepared(NamedTuple):
+    """The results of prepare: what depends on a single chunk.
+
+    Args:
+        gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength; for a decay per channel
+            [slots, HV, K + C], the decay over the chunk and the write strength; DPLR, which has no write strength: in
+            its first place 1 for a chunk of strong decays, which the portable kernels compute.
+        decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
+        wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/portable/wy_tiles.py); empty without an erase term,
+        unless the
+            decay is per channel. DPLR: two tiles (kernels/portable/channel/dplr_prepare.py).
+        scaled: [2, 3 or 4, B, T, HV, K], for a decay per channel the scaled operands
+        (kernels/portable/channel/prepare.py); else
+            empty.
+        strengths: [B, T, HV], with `reparam` the strength of erase and write, for the backward; else empty.
+        slopes: [slots, HV, 2, C], with `reparam` its derivatives (device/step_size.py), for the backward; else empty.
+    """
+
+    gates: Tensor
+    decay_bounds: Tensor
+    wy_tiles: Tensor
+    scaled: Tensor
+    strengths: Tensor
+    slopes: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor, problem: Problem, C: int, save: bool) -> Self:
+        """Allocate the results on the device of a tensor. save: the backward reads them, too."""
+        return cls(*(like.new_empty(shape, dtype=dtype) for shape, dtype in cls.layout(problem, C, save)))
+
+    @staticmethod
+    def layout(p: Problem, C: int, save: bool) -> list[Layout]:
+        """Return the shapes and dtypes of the results."""
+        slots = p.slots(C)
+        half = p.saves_16_bits or (save and p.terms == 1 and p.dtype == torch.bfloat16)
+        derivatives = save and p.reparam != "none"
+        tiles = (slots if p.delta or p.by_channel else 0, p.HV, p.terms + p.dplr, C, C + 8)
+        scaled = (2 + p.delta + p.dplr, p.rows, p.T, p.HV, p.K)
+        return [
+            ((slots, p.HV, p.K + C) if p.by_channel else (slots, p.HV, 3, C), torch.float32),
+            ((slots, p.HV), torch.float32),
+            (tiles, torch.float16 if half else p.dtype),
+            (scaled if p.by_channel else (0,), p.dtype),
+            ((p.rows, p.T, p.HV) if derivatives else (0,), torch.float32),
+            ((slots, p.HV, 2, C) if derivatives else (0,), torch.float32),
+        ]
+
+    def derivatives(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return strengths and slopes; None if empty."""
+        return (self.strengths, self.slopes) if self.slopes.dim() > 1 else (None, None)
+
+
+class Saved(NamedTuple):
+    """What the forward stores for the backward: the fields of `Prepared`, and checkpoints [slots, HV, V, K] of S^T.
+
+    They are views of one tensor of bytes, because in eager calls each tensor that is returned, saved and passed to the
+    backward costs host time.
+    """
+
+    prepared: Prepared
+    checkpoints: Tensor
+
+    @classmethod
+    def of(cls, saved: Tensor, problem: Problem, C: int, distance: int) -> Self:
+        """Return the views of a tensor that `empty` allocated. distance: chunks between two checkpoints."""
+        *prepared, checkpoints = views(saved, cls._layout(problem, C, distance))
+        return cls(Prepared(*prepared), checkpoints)
+
+    @classmethod
+    def empty(cls, like: Tensor, problem: Problem, C: int, distance: int) -> Tensor:
+        """Allocate one tensor of bytes for all of them, on the device of a tensor."""
+        return allocate(like, cls._layout(problem, C, distance))
+
+    @staticmethod
+    def _layout(p: Problem, C: int, distance: int) -> list[Layout]:
+        checkpoints = (p.checkpoint_slots(C, distance), p.HV, p.V, p.K)
+        return [*Prepared.layout(p, C, True), (checkpoints, p.saved_dtype)]
 
 
 class ScanCall(NamedTuple):
@@ -207,74 +289,6 @@ class CarriedBackwardCall(NamedTuple):
     d_final: Tensor
 
 
-class StepOperands(NamedTuple):
-    """The operands of decoded tokens, as the spec defines them; n micro-steps make an axis after T if n > 1.
-
-    Args:
-        q, k, e: [B, T, H, K], k and e with n; e is the erase key.
-        v: [B, T, HV, V] with n.
-        log_decay: [B, T, HV], [B, T, HV, K], [HV] or [HV, K].
-        erase, write: strengths, each [B, T, HV], or [B, T, HV, K] and [B, T, HV, V], with n; without erase the scalar
-            write is both.
-        a, b: [B, T, HV, K], of dplr.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    erase: Tensor | None
-    write: Tensor | None
-    e: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-
-
-class StepKind(NamedTuple):
-    """The traits of decoded tokens.
-
-    Args:
-        steps: n, micro-steps of a token.
-        delta: with an erase term. reparam: "none", "efla" or "longhorn".
-        erase_from, read: as in `ScanKind`.
-        split_terms: as in `ScanKind`; only for the launch table.
-        erase_factor, write_factor: of the strengths.
-        scale: of q.
-        config: a LaunchConfig as JSON; "": that of the table, else of the heuristic.
-    """
-
-    steps: int
-    delta: bool
-    reparam: str
-    erase_from: str
-    read: str
-    split_terms: bool
-    erase_factor: float
-    write_factor: float
-    scale: float
-    config: str = ""
-
-
-class StepCall(NamedTuple):
-    """The arguments of the decode operators; states [S, HV, K, V], slots [B] int64."""
-
-    x: StepOperands
-    states: Tensor
-    slots: Tensor | None
-    kind: StepKind
-
-
-class CommitCall(NamedTuple):
-    """The arguments of the commit operator: values [B, T, m, HV, V] float32, accepted [B] int32, else as `StepCall`."""
-
-    x: StepOperands
-    values: Tensor
-    states: Tensor
-    slots: Tensor | None
-    accepted: Tensor
-    kind: StepKind
-
-
 def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
     """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place."""
     names = {bool: "bool", int: "int", float: "float", str: "str"}
@@ -304,18 +318,39 @@ def flatten(call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _take(call: Any, arguments: Iterator[Any]) -> Any:
-    nested = _NESTED.get(call)
+    nested = _nested(call)
     if nested is None:
         return call._make(itertools.islice(arguments, len(call._fields)))
     return call._make([next(arguments) if field is None else _take(field, arguments) for field in nested])
 
 
-_CARRIED_CALLS = (SummaryCall, CarriedCall, SummaryBackwardCall, CarriedBackwardCall)
-# the NamedTuple class of each field of a call, or None for one argument
-_NESTED = {
-    call: tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
-    for call in (ScanCall, BackwardCall, StepCall, CommitCall, *_CARRIED_CALLS)
-}
+@functools.cache
+def _nested(call: Any) -> tuple[Any, ...] | None:
+    """The NamedTuple class of each field of a call, or None for one argument; None if no field has one."""
+    nested = tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
+    return nested if any(nested) else None
+
+
+def allocate(like: Tensor, layout: list[Layout]) -> Tensor:
+    """Allocate one tensor of bytes for several tensors, on the device of a tensor."""
+    return like.new_empty(
+        sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in layout), dtype=torch.uint8
+    )
+
+
+def views(buffer: Tensor, layout: list[Layout]) -> list[Tensor]:
+    """Return the tensors in a buffer that `allocate` returned."""
+    result, start = [], 0
+    for shape, dtype in layout:
+        size = math.prod(shape) * dtype.itemsize
+        result.append(buffer[start : start + size].view(dtype).view(shape))
+        start += _aligned(size)
+    return result
+
+
+def _aligned(size: Any) -> Any:
+    """Round bytes up to a multiple of 512, as the caching allocator of torch does."""
+    return (size + 511) // 512 * 512
 
 
 def ready(x: Tensor) -> Tensor:

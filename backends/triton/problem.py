@@ -7,8 +7,10 @@ device. B batch, T time, N sequences, H key heads, HV value heads, K key width, 
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, is_simulated
+from deltazoo.backends.triton.runtime.precompile import tracing
 
 Decay = Literal["none", "fixed", "head", "channel"]
 Transition = Literal["additive", "delta", "dplr"]
@@ -147,6 +149,11 @@ def existing_gradients(log_decay: bool, b: bool, w: bool, erase_key: bool, v_key
 def architecture(device: DeviceSpec) -> str:
     """The name of a device's architecture, such as "sm90"; of other platforms than CUDA, that of the platform."""
     return "sm{}{}".format(*device.capability) if device.platform == "cuda" else device.platform
+
+
+def device_spec_of(x: Tensor) -> DeviceSpec:
+    """The device of a tensor; while a body is traced on meta tensors, that for which it is traced."""
+    return device_spec((tracing.device or x.device).index)
 
 
 def device_spec(index: int | None) -> DeviceSpec:

@@ -9,12 +9,11 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan
 from deltazoo.backends.triton.chunk.registry import KERNELS, PHASES
-from deltazoo.backends.triton.chunk.resolve import decode_plan, decode_problem
 from deltazoo.backends.triton.decode.op import decode_operands
-from deltazoo.backends.triton.lower import lower
+from deltazoo.backends.triton.decode.operands import decode_plan, decode_problem
+from deltazoo.backends.triton.lower import lower, route_of
 from deltazoo.backends.triton.operands import problem_of
 from deltazoo.backends.triton.problem import Problem, architecture
-from deltazoo.backends.triton.route import route_of
 from deltazoo.backends.triton.runtime.records import describe
 from deltazoo.backends.triton.runtime.table import look_up
 from deltazoo.backends.update.base import UpdateInputs, UpdateMeta

@@ -14,9 +14,9 @@ from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.heuristic import heuristic, in_version
 from deltazoo.backends.triton.chunk.plan import make_plan
 from deltazoo.backends.triton.chunk.registry import STEPS, choose, takes, versions
-from deltazoo.backends.triton.chunk.resolve import decode_problem
 from deltazoo.backends.triton.config import Launch, LaunchConfig
 from deltazoo.backends.triton.decode.op import decode_operands
+from deltazoo.backends.triton.decode.operands import decode_problem
 from deltazoo.backends.triton.lower import lower
 from deltazoo.backends.triton.operands import problem_of as problem_of_operands
 from deltazoo.backends.triton.problem import Problem

@@ -27,7 +27,8 @@ from deltazoo.backends.measure.timing import time_interleaved
 from deltazoo.backends.torch_ext.cuda_graph import capture
 from deltazoo.backends.torch_ext.custom_op import observed_calls
 from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton.runtime.options import OperatorKey, OperatorRecord, forced, launches_seen
+from deltazoo.backends.triton.runtime.options import forced, launches_seen
+from deltazoo.backends.triton.runtime.records import OperatorKey, OperatorRecord
 from deltazoo.backends.triton.runtime.revisions import revision_of
 from deltazoo.backends.triton.runtime.table import Table, clear_caches, read_table, user_table
 from deltazoo.backends.triton.support import Options

@@ -68,7 +68,9 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
                 _checked.clear()
             _checked.add(layout)
     if values_are_readable(*inputs):
-        problems = _sign_problems(inputs) + packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
+        problems = _sign_problems(inputs)
+        if inputs.cu_seqlens is not None:
+            problems += packing_problems(inputs.cu_seqlens, inputs.q.shape[1])
         if problems:
             raise ValueRangeError(" ".join(problems))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from deltazoo.blocks.checkpoints.family import HubConfig
 from deltazoo.blocks.checkpoints.rules import Packed, Rule, renamed, rule, under
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers.core.mixer import MixerConfig
@@ -23,16 +24,30 @@ class Names(NamedTuple):
     channel: tuple[str, str] = ("ffn_norm", "ffn")
 
 
-def stack(sizes: dict[str, Any], blocks: int, time_mix: MixerConfig, channel_mix: RWKVChannelMix) -> dict[str, Any]:
-    """Return the fields of a stack. Args: sizes: width, vocab, tied and norm_eps."""
+def stack(config: HubConfig, norm_eps: float, time_mix: MixerConfig, channel_mix: RWKVChannelMix) -> dict[str, Any]:
+    """Return the fields of a stack."""
     return {
-        **sizes,
-        "depth": 2 * blocks,
+        "width": config["hidden_size"],
+        "vocab": config["vocab_size"],
+        "tied": config.get("tie_word_embeddings", False),
+        "norm_eps": norm_eps,
+        "depth": 2 * config["num_hidden_layers"],
         "pattern": "time + channel",
         "layers": {"time": time_mix, "channel": channel_mix},
         "mlp": "none",
         "norm": "layer",
         "embedding_norm": True,
+    }
+
+
+def config(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields of config.json that all have."""
+    return {
+        "hidden_size": spec.width,
+        "num_hidden_layers": len(spec.expand()) // 2,
+        "vocab_size": spec.vocab,
+        "tie_word_embeddings": spec.tied,
+        "intermediate_size": mixers(spec)[1].hidden or 4 * spec.width,
     }
 
 

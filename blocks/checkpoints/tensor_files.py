@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.backends.io.json_text import json_object
 from deltazoo.blocks.checkpoints.fp8 import SCALE, Blocks, dequantize, scale_problem
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -269,14 +270,7 @@ def all_finite(tensor: Tensor) -> Tensor | bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises: ConfigError."""
     with file_errors("read", path):
-        text = path.read_text(encoding="utf-8")
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {cut(data)}")
-    return data
+        return json_object(path.read_text(encoding="utf-8"), path)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -11,8 +11,7 @@ import torch
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.chunk.plan import Plan, make_plan
-from deltazoo.backends.triton.chunk.saved import Saved
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.operands import Saved, ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.support import Options
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from gluon_on_cpu import Timing, kernels, launcher
 
-from deltazoo.backends.triton.chunk.kernels.signature import group
-from deltazoo.backends.triton.chunk.saved import Prepared
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.runtime.launcher import group
 
 pytest.importorskip("triton", reason="the kernels need the package triton")
 C = 64

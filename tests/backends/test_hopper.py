@@ -12,8 +12,7 @@ from compiling import Compiler, launch_update
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton import backend
-from deltazoo.backends.triton.chunk.saved import Prepared
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need the package triton")

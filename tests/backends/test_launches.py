@@ -3,13 +3,15 @@
 import ast
 import inspect
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from triton_cases import CONFIGS, DEVICE, INTERPRETED, SHAPES, SPECS
 
-from deltazoo import UpdateMeta, UpdateSpec, bind, explain, watch
+import deltazoo
+from deltazoo import UpdateMeta, UpdateSpec, bind, explain, update, watch
 from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.conformance.pairwise import pairwise_with
 from deltazoo.backends.measure.shapes import Shape
@@ -21,8 +23,9 @@ from deltazoo.backends.triton.chunk.plan import Plan
 from deltazoo.backends.triton.chunk.registry import COMBINE, GATE_GRADIENTS, KERNELS, SUM_GROUPS
 from deltazoo.backends.triton.element.show import element_plans
 from deltazoo.backends.triton.limits import limits_of
-from deltazoo.backends.triton.route import route_of
+from deltazoo.backends.triton.lower import route_of
 from deltazoo.backends.triton.runtime import launcher
+from deltazoo.backends.triton.runtime.table import clear_caches
 from deltazoo.backends.triton.show import plan_for
 
 DEVICES = {
@@ -62,6 +65,15 @@ class _Handles(dict):
         return _Handle()
 
 
+def stub_launches(monkeypatch, device):
+    """Let the triton backend choose kernels for a device, and launch nothing."""
+    monkeypatch.setattr(launcher, "_compiled", _Handles())
+    monkeypatch.setattr(launcher, "current_stream", lambda index: 0)
+    monkeypatch.setattr(problems, "device_spec", lambda index: device)
+    monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
+    monkeypatch.setattr(backend, "current_limits", lambda *traits: limits_of(device, *traits))
+
+
 def launches_of(spec, meta, shape, device, backend):
     """Name, programs and warps of each planned launch, forward and backward."""
     route = route_of(spec, meta.V, shape.T, packed=bool(shape.lengths), grad=meta.grad)
@@ -95,11 +107,7 @@ def run(spec, inputs, backend):
 def test_the_planned_launches_run_one_to_one_and_in_order(monkeypatch, case, setting):
     spec, shape, (device, config, direction) = case.spec, case.shape, setting
     device = DEVICES[device]
-    monkeypatch.setattr(launcher, "_compiled", _Handles())
-    monkeypatch.setattr(launcher, "current_stream", lambda index: 0)
-    monkeypatch.setattr(problems, "device_spec", lambda index: device)
-    monkeypatch.setattr(TritonBackend, "_tensors_unsupported", staticmethod(lambda *_: []))
-    monkeypatch.setattr(backend, "current_limits", lambda *traits: limits_of(device, *traits))
+    stub_launches(monkeypatch, device)
     inputs = draw(case)
     if direction == "with gradients":
         inputs = inputs._replace(q=inputs.q.requires_grad_(), v=inputs.v.requires_grad_())
@@ -112,6 +120,32 @@ def test_the_planned_launches_run_one_to_one_and_in_order(monkeypatch, case, set
         assert (forward, backward) == planned
     text = str(explain(spec, meta._replace(device="cuda"), triton, shape=shape, device=device))
     assert [name for name in dict.fromkeys(name for name, *_ in (*forward, *backward)) if name not in text] == []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches are stubbed out")
+@pytest.mark.parametrize(
+    ("device", "scan"), [("NVIDIA A100-SXM4-80GB", "scan_kernel"), ("NVIDIA H200", "sm90_scan_kernel")]
+)
+def test_an_update_runs_functions_of_at_most_28_files(monkeypatch, device, scan):
+    """From `update` to the last launch of the forward, nothing cached: what a reader of one update may have to open."""
+    stub_launches(monkeypatch, DEVICES[device])
+    spec, shape = UpdateSpec(decay="head", beta="head"), Shape("busy", B=8, T=256, H=16, HV=16, K=128, V=128)
+    inputs, triton = draw(Case(spec, shape, torch.bfloat16)), TritonBackend()
+    with watch() as log:
+        update(spec, inputs, triton)  # imports the modules
+    clear_caches()
+    limits_of.cache_clear()
+    run = set()
+    sys.setprofile(lambda frame, event, _: run.add((frame.f_code.co_filename, frame.f_code.co_name)))
+    try:
+        update(spec, inputs, triton)
+    finally:
+        sys.setprofile(None)
+    root = str(Path(deltazoo.__file__).parent / "backends")
+    files = {path.removeprefix(root) for path, function in run if path.startswith(root) and function != "<module>"}
+    assert [record.name for record in log.runs if record.name.endswith("_kernel")][-1] == scan
+    assert {"/update/dispatch.py", "/triton/chunk/plan.py"} <= files
+    assert len(files) <= 28, sorted(files)
 
 
 @pytest.mark.parametrize(

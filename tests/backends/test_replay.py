@@ -18,6 +18,7 @@ from deltazoo.backends.triton import TritonBackend, backend
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.limits import limits_of
 from deltazoo.backends.triton.runtime import launcher, replay
+from deltazoo.backends.triton.runtime.table import use_table
 
 HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, "3.7.1")
 
@@ -162,6 +163,17 @@ def test_every_plan_on_a_hopper_gpu_is_repeated(monkeypatch, handles, hopper, sp
     assert all(made)
     assert len(logs[0]) > 3
     assert logs[0] == logs[1] == logs[2]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="launches are only recorded")
+def test_a_change_of_the_launch_tables_forgets_the_recordings(monkeypatch, handles, hopper):
+    bound, made = bind(SPECS["gated delta"], TritonBackend()), recordings(monkeypatch)
+    inputs = draw(Case(SPECS["gated delta"], Shape("small", B=1, T=128, H=1, HV=1, K=64, V=64), torch.bfloat16))
+    for calls in (3, 3):
+        for _ in range(calls):
+            bound(inputs)
+        use_table(None)
+    assert len(made) == 2
 
 
 @pytest.mark.skipif(INTERPRETED, reason="launches are only recorded")

@@ -19,7 +19,7 @@ from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.decode import fused
 from deltazoo.backends.triton.decode.op import decode_operands
-from deltazoo.backends.triton.operands import StepKind, StepOperands
+from deltazoo.backends.triton.decode.operands import StepKind, StepOperands
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime.revisions import REVISIONS
 from deltazoo.backends.update.base import UpdateInputs

@@ -25,7 +25,7 @@ from deltazoo.backends.triton.element.config import (
 )
 from deltazoo.backends.triton.element.op import element_update
 from deltazoo.backends.triton.element.show import element_plans
-from deltazoo.backends.triton.route import route_of
+from deltazoo.backends.triton.lower import route_of
 
 pytestmark = needs_triton
 

@@ -6,7 +6,8 @@ from tune_cases import FORWARD, T900
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.runtime import options as lookups
-from deltazoo.backends.triton.runtime.options import OperatorKey, options_of
+from deltazoo.backends.triton.runtime.options import options_of
+from deltazoo.backends.triton.runtime.records import OperatorKey
 from deltazoo.backends.triton.runtime.table import clear_caches, read_table, use_table, without_tables
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.tuning.operators import (

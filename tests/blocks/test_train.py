@@ -16,6 +16,7 @@ from statistics import fmean
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from training_cases import CONFIG, SPEC, changed
 
 from deltazoo.backends.io.errors import ConfigError, UnsupportedError, ValueRangeError
 from deltazoo.backends.io.progress import silent
@@ -35,38 +36,14 @@ from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.parallel.ranks import Ranks
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training import tasks
-from deltazoo.blocks.training.config import TrainConfig, parse_nested
+from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.interrupts import TrainingInterrupted
-from deltazoo.blocks.training.nested import flat, merged
+from deltazoo.blocks.training.nested import flat
 from deltazoo.blocks.training.optimizer import Optimizer, learning_rate
 from deltazoo.blocks.training.rules import RESUMABLE, RULES
 from deltazoo.blocks.training.run import Run
 from deltazoo.blocks.training.tasks import resume
 from deltazoo.mixers import LinearAttention, MoM
-
-SPEC = StackSpec(
-    width=16,
-    depth=2,
-    vocab=256,
-    pattern="gated_deltanet(heads=1) + sliding_window(heads=1, window=8)",
-    mlp={"width": 16},
-)
-CONFIG = TrainConfig(
-    steps=8,
-    batch={"rows": 2, "length": 12},
-    schedule={"warmup": 2},
-    evaluation={"every": 3, "batches": 2},
-    optimizer={"learning_rate": 1e-2},
-    checkpoint={"background": False},
-    backend="reference",
-    compile=False,
-)
-
-
-def changed(config, **changes):
-    """Return a config with changes, by paths with __ in place of points."""
-    paths = {path.replace("__", "."): value for path, value in changes.items()}
-    return parse_nested(TrainConfig, merged(config.model_dump(), paths))
 
 
 def train(spec, text, config, folder=None, **options):

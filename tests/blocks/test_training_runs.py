@@ -3,9 +3,12 @@
 import csv
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
+import training_cases
+from training_cases import SPEC
 
 import deltazoo
 from deltazoo.backends.io.errors import ConfigError
@@ -13,8 +16,7 @@ from deltazoo.backends.io.progress import silent
 from deltazoo.blocks.checkpoints.sharded import saved_steps
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.blocks.training.config import DataConfig, TrainConfig, parse_nested
-from deltazoo.blocks.training.nested import merged
+from deltazoo.blocks.training.config import DataConfig
 from deltazoo.blocks.training.optimizer import Optimizer
 from deltazoo.blocks.training.positions import PositionSums, ranges_of
 from deltazoo.blocks.training.run import Run
@@ -22,26 +24,11 @@ from deltazoo.blocks.training.source import Place, Rows, ShardSource, open_sourc
 from deltazoo.blocks.training.step import Stepper
 from deltazoo.blocks.training.tasks import resume
 
-SPEC = StackSpec(
-    width=16,
-    depth=2,
-    vocab=256,
-    pattern="gated_deltanet(heads=1) + sliding_window(heads=1, window=8)",
-    mlp={"width": 16},
-)
-CONFIG = TrainConfig(
-    steps=4,
-    batch={"rows": 4, "length": 16},
-    schedule={"warmup": 0},
-    evaluation={"every": 2, "batches": 1},
-    optimizer={"learning_rate": 1e-2},
-    backend="reference",
-    compile=False,
-)
-
-
-def changed(**changes):
-    return parse_nested(TrainConfig, merged(CONFIG.model_dump(), {k.replace("__", "."): v for k, v in changes.items()}))
+CONFIG = training_cases.changed(
+    training_cases.CONFIG, steps=4, batch__rows=4, batch__length=16, schedule__warmup=0, evaluation__every=2,
+    evaluation__batches=1, checkpoint__background=True,
+)  # fmt: skip
+changed = partial(training_cases.changed, CONFIG)
 
 
 def train(text, config, folder=None, spec=SPEC, **options):

@@ -8,7 +8,7 @@ import torch
 
 from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.runtime import table as tables
-from deltazoo.backends.triton.runtime.options import OperatorKey, OperatorRecord
+from deltazoo.backends.triton.runtime.records import OperatorKey, OperatorRecord
 from deltazoo.backends.triton.runtime.table import read_table
 from deltazoo.backends.tuning.operators import OperatorsTuned
 from deltazoo.blocks.inspect import tuning

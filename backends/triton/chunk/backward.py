@@ -14,8 +14,7 @@ from torch import Tensor
 from deltazoo.backends.triton.chunk.execute import execute
 from deltazoo.backends.triton.chunk.forward import empty, segment_states, tensors_of
 from deltazoo.backends.triton.chunk.plan import Plan
-from deltazoo.backends.triton.chunk.saved import Saved
-from deltazoo.backends.triton.operands import Gradients, ScanKind, ScanOperands
+from deltazoo.backends.triton.operands import Gradients, Saved, ScanKind, ScanOperands
 
 
 class Scratch(NamedTuple):

@@ -19,12 +19,10 @@ from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.chunk.heuristic import SMALLEST_SEGMENT, segments_fit
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of, make_plan
 from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS, TAIL
-from deltazoo.backends.triton.chunk.saved import Prepared
 from deltazoo.backends.triton.config import parse
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
+from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime import table
-from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Span, Tiles
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -40,7 +38,7 @@ _TOTAL = COMBINE._replace(programs=_per_row_of_total)
 
 def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
     """Return the plan of an update whose sequences are divided into segments, forward and backward."""
-    device = problems.device_spec(device_of(x.q).index)
+    device = problems.device_spec_of(x.q)
     problem = problem_of(x, kind, device)
     config = parse(kind.config) if kind.config else table.launch_config(problem, device)
     split = config.segment_chunks if kind.config else _segment_chunks(problem, device.processors)

@@ -12,19 +12,22 @@ from deltazoo.backends.context_parallel.carry import incoming_gradients, incomin
 from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.chunk.saved import Prepared, Saved, allocate, views
 from deltazoo.backends.triton.operands import (
     CarriedBackwardCall,
     CarriedCall,
     Gradients,
+    Prepared,
+    Saved,
     ScanKind,
     ScanOperands,
     SummaryBackwardCall,
     SummaryCall,
+    allocate,
     gradients_of,
     problem_of,
     schema,
     unflatten,
+    views,
 )
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.runtime.replay import replayed

@@ -16,9 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltazoo.backends.torch_ext.devices import tf32_allowed
-from deltazoo.backends.triton.chunk.kernels.signature import group
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, gate_gradients
-from deltazoo.backends.triton.runtime.launcher import launcher
+from deltazoo.backends.triton.runtime.launcher import group, launcher
 from deltazoo.backends.triton.support import Kernel
 from deltazoo.backends.triton.tiles import key_tiles, value_tile
 

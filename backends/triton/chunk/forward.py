@@ -11,8 +11,7 @@ from torch import Tensor
 
 from deltazoo.backends.triton.chunk.execute import Tensors, execute
 from deltazoo.backends.triton.chunk.plan import Plan
-from deltazoo.backends.triton.chunk.saved import Prepared, Saved
-from deltazoo.backends.triton.operands import ScanKind, ScanOperands
+from deltazoo.backends.triton.operands import Prepared, Saved, ScanKind, ScanOperands
 from deltazoo.backends.triton.problem import Problem
 
 

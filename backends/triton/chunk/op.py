@@ -13,12 +13,13 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 from deltazoo.backends.triton.chunk.heuristic import checkpoint_distance
+from deltazoo.backends.triton.chunk.plan import Plan
 from deltazoo.backends.triton.chunk.registry import CHUNK
-from deltazoo.backends.triton.chunk.saved import Saved
 from deltazoo.backends.triton.config import parse
 from deltazoo.backends.triton.operands import (
     BackwardCall,
     Gradients,
+    Saved,
     ScanCall,
     ScanKind,
     ScanOperands,
@@ -28,9 +29,10 @@ from deltazoo.backends.triton.operands import (
     schema,
     unflatten,
 )
-from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.problem import Problem, device_spec_of
 from deltazoo.backends.triton.runtime.precompile import begin, compiled_ahead
 from deltazoo.backends.triton.runtime.replay import replayed
+from deltazoo.backends.triton.runtime.table import look_up
 
 
 def chunk_scan(operands: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
@@ -41,6 +43,12 @@ def chunk_scan(operands: ScanOperands, kind: ScanKind) -> tuple[Tensor, Tensor]:
     else:
         out = _scan_op(*operands, *kind, False)
     return out[0], out[1]
+
+
+def resolve(x: ScanOperands, kind: ScanKind, grad: bool) -> Plan:
+    """Look up the plan. Raises: ConfigError for a kernel that does not take the problem."""
+    device = device_spec_of(x.q)
+    return look_up(kind.config, problem_of(x, kind, device), device, grad)
 
 
 def begin_scan(operands: ScanOperands, kind: ScanKind) -> None:
@@ -54,7 +62,6 @@ def begin_scan(operands: ScanOperands, kind: ScanKind) -> None:
 @replayed
 def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk.forward import forward
-    from deltazoo.backends.triton.chunk.resolve import resolve
 
     operands, kind, save = unflatten(ScanCall, arguments)
     plan = resolve(operands, kind, save)
@@ -65,7 +72,6 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
 @replayed
 def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.chunk.backward import backward
-    from deltazoo.backends.triton.chunk.resolve import resolve
 
     operands, saved, d_o, d_final, kind = unflatten(BackwardCall, arguments)
     plan = resolve(operands, kind, True)

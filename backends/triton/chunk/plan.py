@@ -70,7 +70,7 @@ class Windows(NamedTuple):
 
     Args:
         slots: chunk slots of a window. states_in_gradients: a chunk's states are stored in the rows of its gradients
-            (backward_pass.Scratch). programs: programs per chunk that add to key gradients.
+            (backward.Scratch). programs: programs per chunk that add to key gradients.
     """
 
     slots: int

@@ -13,7 +13,7 @@ from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.decode import fused
 from deltazoo.backends.triton.decode.fused import INPUTS, OPTIONS, StepOptions, StepTiling, step_traits
-from deltazoo.backends.triton.operands import StepKind, StepOperands
+from deltazoo.backends.triton.decode.operands import StepKind, StepOperands, resolve_decode
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
@@ -62,7 +62,6 @@ def _empty(x: FusedDecodeInputs, states: Tensor, n: int, options: StepOptions) -
 
 
 def _impl(*arguments: Any) -> list[Tensor]:
-    from deltazoo.backends.triton.chunk.resolve import resolve_decode
     from deltazoo.backends.triton.decode.kernels.drafted import drafted_operands_kernel
     from deltazoo.backends.triton.decode.kernels.fused_step import finish_step_kernel
     from deltazoo.backends.triton.decode.launch import verify

@@ -9,7 +9,7 @@ from torch import Tensor
 from deltazoo.backends.triton.config import Launch
 from deltazoo.backends.triton.decode.kernels.step import commit_kernel, decode_kernel, verify_kernel
 from deltazoo.backends.triton.decode.kernels.token import TokenTraits
-from deltazoo.backends.triton.operands import StepKind, StepOperands
+from deltazoo.backends.triton.decode.operands import StepKind, StepOperands
 from deltazoo.backends.triton.runtime.launcher import launcher
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
+from deltazoo.backends.triton.decode.operands import CommitCall, StepCall, StepKind, StepOperands, resolve_decode
 from deltazoo.backends.triton.lower import splits_terms
-from deltazoo.backends.triton.operands import CommitCall, StepCall, StepKind, StepOperands, flatten, schema, unflatten
+from deltazoo.backends.triton.operands import flatten, schema, unflatten
 from deltazoo.backends.triton.runtime.precompile import begin, compiled_ahead
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.lowering import log_decay
@@ -69,7 +70,6 @@ def begin_step(x: StepOperands, kind: StepKind, states: Tensor) -> None:
 
 
 def _step_impl(*arguments: Any) -> Tensor:
-    from deltazoo.backends.triton.chunk.resolve import resolve_decode
     from deltazoo.backends.triton.decode.launch import step_
 
     call = _contiguous(StepCall, arguments)
@@ -80,7 +80,6 @@ def _step_impl(*arguments: Any) -> Tensor:
 
 
 def _verify_impl(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from deltazoo.backends.triton.chunk.resolve import resolve_decode
     from deltazoo.backends.triton.decode.launch import verify
 
     call = _contiguous(StepCall, arguments)
@@ -89,7 +88,6 @@ def _verify_impl(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _commit_impl(*arguments: Any) -> None:
-    from deltazoo.backends.triton.chunk.resolve import resolve_decode
     from deltazoo.backends.triton.decode.launch import commit_
 
     call = _contiguous(CommitCall, arguments)

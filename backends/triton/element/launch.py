@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
-from deltazoo.backends.triton.chunk.kernels.signature import group
 from deltazoo.backends.triton.element.config import ElementLaunch, Tiling, checkpoint_slots
 from deltazoo.backends.triton.element.kernels.backward import element_backward_kernel, element_reverse_kernel
 from deltazoo.backends.triton.element.kernels.combine import element_combine_kernel
@@ -20,8 +19,7 @@ from deltazoo.backends.triton.element.kernels.step import element_step_kernel
 from deltazoo.backends.triton.element.kernels.tile import ElementTraits
 from deltazoo.backends.triton.element.operands import ElementKind, ElementOperands, ElementStepCall, empty_gradients
 from deltazoo.backends.triton.element.plan import COMBINED, ElementPlan, ElementSizes, ElementStep, element_plan
-from deltazoo.backends.triton.runtime.launcher import launcher
-from deltazoo.backends.triton.runtime.precompile import device_of
+from deltazoo.backends.triton.runtime.launcher import group, launcher
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
@@ -38,7 +36,7 @@ def plan_of(x: ElementOperands, kind: ElementKind, grad: bool) -> ElementPlan:
     """Look up the plan of the operands."""
     (B, T, H, K), (HV, V) = x.q.shape, x.v.shape[2:]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    processors = problems.device_spec(device_of(x.q).index).processors
+    processors = problems.device_spec_of(x.q).processors
     return element_plan(ElementSizes(N, T, H, HV, K, V, x.cu_seqlens is not None), kind.config, processors, grad)
 
 
@@ -175,7 +173,7 @@ def _traits(
         SEGMENT_TOKENS=plan.segment_tokens, GROUP=launch.group,
         KEYS=tile.RN if s.K % tile.RN == 0 else 1,
         CHANNELS=tile.RC if s.V == 1 and channels % tile.RC == 0 else 1,
-        PREFETCH=problems.device_spec(device_of(x.q).index).platform == "cuda",
+        PREFETCH=problems.device_spec_of(x.q).platform == "cuda",
     )  # fmt: skip
 
 

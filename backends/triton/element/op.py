@@ -28,8 +28,8 @@ from deltazoo.backends.triton.element.operands import (
     empty_gradients,
     gradient_names,
 )
+from deltazoo.backends.triton.lower import MAX_ELEMENT_VALUES
 from deltazoo.backends.triton.operands import all_ready, schema
-from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.shared_keys.op import shared_key_scan
 from deltazoo.backends.triton.shared_keys.operands import SharedKeyOperands, shares_keys

@@ -4,7 +4,7 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.element.config import Tiling, element_heuristic, parse_element, tiling
 from deltazoo.backends.triton.element.plan import ElementPlan, ElementSizes, element_plan
-from deltazoo.backends.triton.route import MAX_ELEMENT_VALUES, route_of
+from deltazoo.backends.triton.lower import MAX_ELEMENT_VALUES, route_of
 from deltazoo.backends.triton.shared_keys.operands import shares_keys
 from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.backends.update.spec import UpdateSpec

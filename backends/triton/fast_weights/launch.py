@@ -30,7 +30,6 @@ from deltazoo.backends.triton.fast_weights.kernels.ttt_linear import (
 )
 from deltazoo.backends.triton.operands import with_token_stride
 from deltazoo.backends.triton.runtime.launcher import launcher
-from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import power_of_two
 
@@ -102,7 +101,7 @@ def memory_backward(
 ) -> None:
     """Compute the gradients into `out`, whose `start` holds the gradients of the new state."""
     items = x.spans.shape[0] * x.q.shape[2]
-    programs = min(items, problems.device_spec(device_of(x.q).index).processors)
+    programs = min(items, problems.device_spec_of(x.q).processors)
     scratch = checkpoints.new_empty(programs, segment, *checkpoints.shape[2:])
     tensors = _memory_operands(x) | _layers(("d_M", "d_P", "d_S"), out.start, len(x.first))
     coefficients = _coefficients(x, size)

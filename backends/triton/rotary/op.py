@@ -79,8 +79,7 @@ class _Launches:
     def zero_tail(self, **tensors: Tensor) -> None:
         """Zero the rows after the last packed sequence. tensors: by the kernel's parameters."""
         from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
-        from deltazoo.backends.triton.chunk.kernels.signature import group
-        from deltazoo.backends.triton.runtime.launcher import launcher
+        from deltazoo.backends.triton.runtime.launcher import group, launcher
 
         if self.tensors["cu"] is None:
             return

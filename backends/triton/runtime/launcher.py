@@ -104,6 +104,12 @@ def launcher(
     return launch
 
 
+def group(kernel: Any, tensors: Mapping[str, Any], traits: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a kernel's parameters `gmem` and `traits`. Each field receives the value of its name."""
+    pointers = kernel.Pointers._make([tensors[name] for name in kernel.Pointers._fields])
+    return pointers, kernel.Traits._make([traits[name] for name in kernel.Traits._fields])
+
+
 def _addresses(operands: tuple[Operand, ...], layouts: list[Hashable]) -> list[Any]:
     """Return what a compiled kernel gets for operands, and append what its code depends on to `layouts`."""
     addresses: list[Any] = []

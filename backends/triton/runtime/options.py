@@ -5,70 +5,18 @@ dtypes of its tensors and its compile-time traits, on which its compiled code de
 """
 
 import functools
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from deltazoo.backends.triton import problem as problems
+from deltazoo.backends.triton.runtime.records import OperatorKey
+from deltazoo.backends.triton.runtime.table import operator_records_of
 from deltazoo.backends.triton.support import Options
 
 _PACKAGE = "deltazoo.backends.triton."
 # Portable Triton kernels whose code holds for any number of warps and stages.
 FAMILIES = ("attention", "conv", "fast_weights", "glu", "least_squares", "levels", "loss", "norm", "rotary")
-
-
-class OperatorKey(BaseModel):
-    """The class of launches that a record holds for. dtypes: of the kernel's tensors. traits: its constants."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kernel: str
-    dtypes: str
-    traits: str
-
-    def __str__(self) -> str:
-        return f"{self.dtypes} {self.traits}"
-
-
-class OperatorRecord(BaseModel):
-    """One measured choice of warps and stages.
-
-    Args:
-        key: the launches it holds for.
-        triton: the Triton version it was measured with. revision: of the kernel (revisions.py).
-        warps, stages: the choice.
-        ms, heuristic_ms: median times of the operator's call with the choice and with the launch's own numbers.
-        tried, rejected: numbers of candidates, and of those that failed to run or changed the results.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    key: OperatorKey
-    triton: str
-    revision: int
-    warps: int = Field(ge=1, le=32)
-    stages: int = Field(ge=1, le=8)
-    ms: float = Field(gt=0, allow_inf_nan=False)
-    heuristic_ms: float = Field(gt=0, allow_inf_nan=False)
-    tried: int = Field(ge=1)
-    rejected: int = Field(ge=0)
-
-    @property
-    def gain(self) -> float:
-        """The time with the launch's own numbers over this one."""
-        return self.heuristic_ms / self.ms
-
-    def cells(self) -> list[str]:
-        """The record as a table row under `COLUMNS`."""
-        choice = f"warps={self.warps} stages={self.stages}"
-        times = f"{self.ms:.3f}", f"{self.gain:.2f}"
-        return [self.key.kernel, str(self.key), choice, *times, f"{self.tried}", f"{self.rejected}"]
-
-
-COLUMNS = ("kernel", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
 
 _forced: dict[OperatorKey, Options] = {}
 _seen: list[dict[OperatorKey, Options]] = []  # innermost `launches_seen` last
@@ -82,7 +30,7 @@ def options_of(
     Args: constants, layouts: of the launch, as `launcher` lists them. device: the index; None or negative: no GPU.
     """
     spec = None if device is None or device < 0 else problems.device_spec(device)
-    records = {} if spec is None else _records(spec.name, spec.triton)
+    records = {} if spec is None else operator_records_of(spec.name, spec.triton)
     if not (records or _forced or _seen) or not is_tunable(kernel):
         return options
     key = _key(kernel, tuple(constants), tuple(layouts))
@@ -121,11 +69,6 @@ def forced(key: OperatorKey, options: Options) -> Iterator[None]:
         del _forced[key]
 
 
-def clear() -> None:
-    """Read the tables again at the next launch."""
-    _records.cache_clear()
-
-
 @functools.lru_cache(maxsize=4096)
 def _key(kernel: Any, constants: tuple[Any, ...], layouts: tuple[Any, ...]) -> OperatorKey:
     names = [str(x[0]).removeprefix("torch.") if x else "none" for x in _pairs(layouts)]
@@ -147,10 +90,3 @@ def _trait(constant: Any) -> str:
     if hasattr(constant, "_asdict"):
         return " ".join(f"{name}={value}" for name, value in constant._asdict().items())
     return str(constant)
-
-
-@functools.cache
-def _records(device: str, triton: str) -> dict[OperatorKey, OperatorRecord]:
-    tables = importlib.import_module("deltazoo.backends.triton.runtime.table")  # it imports this file
-    records: dict[OperatorKey, OperatorRecord] = tables.operator_records_of(device, triton)
-    return records

@@ -1,4 +1,4 @@
-"""Measured launches of the update's kernels: the classes of problems, and one choice for each.
+"""Measured launches: one choice for each class of problems, and of launches of the kernels beside the update.
 
 H key heads, HV value heads, K key width, V value width
 """
@@ -150,6 +150,60 @@ def describe(choice: Launch | int | None) -> str:
 
 
 COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
+
+
+class OperatorKey(BaseModel):
+    """The class of launches of a kernel beside the update that a record holds for.
+
+    Args: dtypes: of the kernel's tensors. traits: its constants.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str
+    dtypes: str
+    traits: str
+
+    def __str__(self) -> str:
+        return f"{self.dtypes} {self.traits}"
+
+
+class OperatorRecord(BaseModel):
+    """One measured choice of warps and stages of a kernel beside the update.
+
+    Args:
+        key: the launches it holds for.
+        triton: the Triton version it was measured with. revision: of the kernel (revisions.py).
+        warps, stages: the choice.
+        ms, heuristic_ms: median times of the operator's call with the choice and with the launch's own numbers.
+        tried, rejected: numbers of candidates, and of those that failed to run or changed the results.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    key: OperatorKey
+    triton: str
+    revision: int
+    warps: int = Field(ge=1, le=32)
+    stages: int = Field(ge=1, le=8)
+    ms: float = Field(gt=0, allow_inf_nan=False)
+    heuristic_ms: float = Field(gt=0, allow_inf_nan=False)
+    tried: int = Field(ge=1)
+    rejected: int = Field(ge=0)
+
+    @property
+    def gain(self) -> float:
+        """The time with the launch's own numbers over this one."""
+        return self.heuristic_ms / self.ms
+
+    def cells(self) -> list[str]:
+        """The record as a table row under `OPERATOR_COLUMNS`."""
+        choice = f"warps={self.warps} stages={self.stages}"
+        times = f"{self.ms:.3f}", f"{self.gain:.2f}"
+        return [self.key.kernel, str(self.key), choice, *times, f"{self.tried}", f"{self.rejected}"]
+
+
+OPERATOR_COLUMNS = ("kernel", "class", "chosen", ">ms", ">gain", ">tried", ">rejected")
 
 
 def _rounded(n: int, largest: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.devices import tf32_allowed
 from deltazoo.backends.torch_ext.recording import NotReplayableError, Operation, RecordingMode
 from deltazoo.backends.triton.operands import ready
-from deltazoo.backends.triton.runtime import precompile
+from deltazoo.backends.triton.runtime import precompile, table
 from deltazoo.backends.update.watch import RunRecord, is_watched, record_run
 
 REPLAY = True
@@ -222,6 +222,7 @@ def _entry(body: Body, *key: Hashable) -> _Entry:
     return _Entry()
 
 
+@table.cleared_with_tables
 def clear() -> None:
     """Forget all recordings."""
     _entry.cache_clear()

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
@@ -28,9 +28,7 @@ from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.chunk.plan import Plan, make_plan
 from deltazoo.backends.triton.config import LaunchConfig, parse
 from deltazoo.backends.triton.problem import Problem
-from deltazoo.backends.triton.runtime import options, replay
-from deltazoo.backends.triton.runtime.options import OperatorKey, OperatorRecord
-from deltazoo.backends.triton.runtime.records import TUNED, Key, Record, key_of
+from deltazoo.backends.triton.runtime.records import TUNED, Key, OperatorKey, OperatorRecord, Record, key_of
 from deltazoo.backends.triton.runtime.revisions import REVISIONS, revision_of
 
 _log = logging.getLogger("deltazoo")
@@ -149,6 +147,13 @@ def slug(device: str) -> str:
 
 _named_tables: list[Table] = []
 _ignored: list[bool] = []
+_clears: list[Callable[[], None]] = []
+
+
+def cleared_with_tables(clear: Callable[[], None]) -> Callable[[], None]:
+    """Decorate a function that clears a cache of what the tables decided: `clear_caches` calls it, too."""
+    _clears.append(clear)
+    return clear
 
 
 def use_table(path: str | Path | None) -> None:
@@ -168,8 +173,9 @@ def clear_caches() -> None:
     look_up.cache_clear()
     launch_config.cache_clear()
     records_of.cache_clear()
-    options.clear()
-    replay.clear()
+    operator_records_of.cache_clear()
+    for clear in _clears:
+        clear()
 
 
 @contextlib.contextmanager
@@ -238,6 +244,7 @@ def records_of(device: str, triton: str) -> dict[Key, Record]:
     return records
 
 
+@functools.cache
 def operator_records_of(device: str, triton: str) -> dict[OperatorKey, OperatorRecord]:
     """The usable records of kernels beside the update, of all tables. Raises: ConfigError for an invalid table."""
     tables, own = _tables(device)

@@ -31,22 +31,16 @@ class RWKV4(Family):
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(layer_norm_epsilon=EPS)
         width = config["hidden_size"]
-        tied = config.get("tie_word_embeddings", False)
-        sizes = {"width": width, "vocab": config["vocab_size"], "tied": tied, "norm_eps": EPS}
         time = rwkv4.RWKV4(channels=config.get("attention_hidden_size", width))
         hidden = config.get("intermediate_size", 4 * width)
         channel = RWKVChannelMix(hidden=hidden, gate=True, mix="current")
-        return rwkv.stack(sizes, config["num_hidden_layers"], time, channel)
+        return rwkv.stack(config, EPS, time, channel)
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        time, channel = rwkv.mixers(spec)
+        time, _ = rwkv.mixers(spec)
         return {
-            "hidden_size": spec.width,
-            "num_hidden_layers": len(spec.expand()) // 2,
-            "vocab_size": spec.vocab,
-            "tie_word_embeddings": spec.tied,
+            **rwkv.config(spec),
             "attention_hidden_size": time.shape(spec.width).value_heads,
-            "intermediate_size": channel.hidden or 4 * spec.width,
             "layer_norm_epsilon": EPS,
         }
 

@@ -37,20 +37,14 @@ class RWKV6(Family):
             decay_rank=config.get("gate_low_rank_dim", 64),
             norm_eps=eps,
         )
-        tied = config.get("tie_word_embeddings", False)
-        sizes = {"width": width, "vocab": config["vocab_size"], "tied": tied, "norm_eps": eps}
         hidden = config.get("intermediate_size", 32 * -(-int(width * config.get("hidden_ratio", 3.5)) // 32))
-        return rwkv.stack(sizes, config["num_hidden_layers"], mixer, RWKVChannelMix(hidden=hidden, gate=True))
+        return rwkv.stack(config, eps, mixer, RWKVChannelMix(hidden=hidden, gate=True))
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        time, channel = rwkv.mixers(spec)
+        time, _ = rwkv.mixers(spec)
         return {
-            "hidden_size": spec.width,
-            "num_hidden_layers": len(spec.expand()) // 2,
-            "vocab_size": spec.vocab,
-            "tie_word_embeddings": spec.tied,
+            **rwkv.config(spec),
             "norm_eps": spec.norm_eps,
-            "intermediate_size": channel.hidden or 4 * spec.width,
             "hidden_act": "sqrelu",
             "proj_low_rank_dim": time.mix_rank,
             "gate_low_rank_dim": time.decay_rank,

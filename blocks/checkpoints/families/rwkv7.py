@@ -39,7 +39,7 @@ class RWKV7(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(attn=None, hidden_act="sqrelu", norm_bias=True, norm_first=True)
-        width, blocks, head_width = config["hidden_size"], config["num_hidden_layers"], config.get("head_dim", 64)
+        width, head_width = config["hidden_size"], config.get("head_dim", 64)
         values, heads, eps = config.get("value_dim", width), width // head_width, config.get("norm_eps", 1e-5)
         sizes = {*values} if isinstance(values, list) else {values}
         if len(sizes) != 1:
@@ -52,23 +52,16 @@ class RWKV7(Family):
             norm_eps=head_width * eps,
         )
         hidden = config.get("intermediate_size", 32 * -(-int(width * config.get("hidden_ratio", 4)) // 32))
-        tied = config.get("tie_word_embeddings", False)
-        outer = {"width": width, "vocab": config["vocab_size"], "tied": tied, "norm_eps": eps}
-        return rwkv.stack(outer, blocks, mixer, RWKVChannelMix(hidden=hidden))
+        return rwkv.stack(config, eps, mixer, RWKVChannelMix(hidden=hidden))
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        time, channel = rwkv.mixers(spec)
+        time, _ = rwkv.mixers(spec)
         shape, ranks = time.shape(spec.width), time.ranks or Ranks.for_width(spec.width)
-        blocks = len(spec.expand()) // 2
         return {
-            "hidden_size": spec.width,
-            "num_hidden_layers": blocks,
-            "vocab_size": spec.vocab,
-            "tie_word_embeddings": spec.tied,
+            **rwkv.config(spec),
             "norm_eps": spec.norm_eps,
             "head_dim": shape.key_width,
-            "value_dim": [shape.value_heads * shape.value_width] * blocks,
-            "intermediate_size": channel.hidden or 4 * spec.width,
+            "value_dim": [shape.value_heads * shape.value_width] * (len(spec.expand()) // 2),
             "hidden_act": "sqrelu",
             **{field: getattr(ranks, name) for name, (field, _) in RANK_FIELDS.items()},
         }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.backends.io.json_text import json_object
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.blocks.generation.engine.engine import Engine
@@ -126,22 +127,12 @@ def _read_prompts(path: Path, sampling: Sampling) -> list[_Entry]:
         if not line.strip():
             continue
         place = f"{path}, line {number + 1}"
-        entry = _entry(place, _parsed(place, line), len(entries), sampling)
+        entry = _entry(place, json_object(line, place), len(entries), sampling)
         if entry.id in ids:
             raise ConfigError(f"{place}: two prompts have the id {entry.id!r}")
         ids.add(entry.id)
         entries.append(entry)
     return entries
-
-
-def _parsed(place: str, line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{place} must be a JSON object, got {cut(found)}")
-    return found
 
 
 def _entry(place: str, fields: dict[str, Any], number: int, sampling: Sampling) -> _Entry:
@@ -173,7 +164,7 @@ def _finished_ids(path: Path) -> set[str | int]:
             path.write_bytes(data)
     ids = set()
     for number, line in enumerate(data.decode().splitlines()):
-        found = _parsed(f"{path}, line {number + 1}", line)
+        found = json_object(line, f"{path}, line {number + 1}")
         if not isinstance(found.get("id"), str | int):
             raise ConfigError(f"{path}, line {number + 1} must have an id: give the output of an earlier call, or none")
         ids.add(found["id"])

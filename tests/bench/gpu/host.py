@@ -13,10 +13,9 @@ from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton.chunk import op
 from deltazoo.backends.triton.chunk.backward import backward
 from deltazoo.backends.triton.chunk.forward import forward
-from deltazoo.backends.triton.chunk.resolve import resolve
-from deltazoo.backends.triton.chunk.saved import Saved
+from deltazoo.backends.triton.chunk.op import resolve
 from deltazoo.backends.triton.lower import lower
-from deltazoo.backends.triton.operands import Gradients
+from deltazoo.backends.triton.operands import Gradients, Saved
 from deltazoo.backends.update.base import UpdateMeta
 from deltazoo.backends.update.check import check
 

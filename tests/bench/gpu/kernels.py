@@ -16,7 +16,7 @@ from perf import SHAPES, bench, both, inputs
 from deltazoo import UpdateSpec, bind
 from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton.chunk.heuristic import in_version
-from deltazoo.backends.triton.chunk.resolve import resolve
+from deltazoo.backends.triton.chunk.op import resolve
 from deltazoo.backends.triton.lower import lower
 
 GATED, DENSE = UpdateSpec(decay="head", beta="head"), SHAPES["8x4096 16/16"]

@@ -10,22 +10,49 @@ C tokens in a chunk, HV value heads, K key width, V value width
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.chunk.kernels.signature import takes
-from deltazoo.backends.triton.device.layout import (
-    chunk_range,
-    load_column_major,
-    load_rows,
-    negligible_prefix,
-    segment_slot,
-    store_rows,
+from deltazoo.backends.triton.chunk.kernels.portable.key_tiles import (
+    add_column_major,
+    add_identity,
+    key_columns,
+    load_tiles,
+    store_tiles,
+    zero_tiles,
 )
+from deltazoo.backends.triton.chunk.kernels.signature import takes
+from deltazoo.backends.triton.device.layout import chunk_range, negligible_prefix, segment_slot
 
 
 @triton.jit
-def load_map(base, rows, columns, in_rows, in_columns, K: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Load a tile of the map M [K, K], or of M^T."""
-    at = columns[None, :] * K + rows[:, None] if TRANSPOSED else rows[:, None] * K + columns[None, :]
-    return tl.load(base + at, mask=in_rows[:, None] & in_columns[None, :], other=0.0)
+def add_mapped(
+    N, S, base, keys, in_keys, K: tl.constexpr, TRANSPOSED: tl.constexpr, PREC: tl.constexpr, NK: tl.constexpr
+):
+    """Return N + S M, or N + S M^T, for the map M [K, K]."""
+    tiles = (_dot_map(N[0], S, base, keys, in_keys, 0, K, TRANSPOSED, PREC, NK),)
+    for t in tl.static_range(1, NK):
+        tiles = tiles + (_dot_map(N[t], S, base, keys, in_keys, t, K, TRANSPOSED, PREC, NK),)
+    return tiles
+
+
+@triton.jit
+def _dot_map(
+    total,
+    S,
+    base,
+    keys,
+    in_keys,
+    t: tl.constexpr,
+    K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PREC: tl.constexpr,
+    NK: tl.constexpr,
+):
+    """Add the tile t of S M to a total."""
+    for s in tl.static_range(NK):
+        rows, columns = keys[s], keys[t]
+        at = columns[None, :] * K + rows[:, None] if TRANSPOSED else rows[:, None] * K + columns[None, :]
+        M = tl.load(base + at, mask=in_keys[s][:, None] & in_keys[t][None, :], other=0.0)
+        total = tl.dot(S[s], M, total, input_precision=PREC)
+    return total
 
 
 @takes(
@@ -49,10 +76,8 @@ def combine_kernel(gmem, T, window, windows, traits: tl.constexpr):
     produces from a zero state (REVERSE: from a zero gradient), and not with REVERSE below it the map of the sequence.
     """
     HV: tl.constexpr = traits.HV
-    K0: tl.constexpr = traits.K0
     K: tl.constexpr = traits.K
     V: tl.constexpr = traits.V
-    K1: tl.constexpr = traits.K1
     BV: tl.constexpr = traits.BV
     SEGMENT_CHUNKS: tl.constexpr = traits.SEGMENT_CHUNKS
     REVERSE: tl.constexpr = traits.REVERSE
@@ -70,54 +95,32 @@ def combine_kernel(gmem, T, window, windows, traits: tl.constexpr):
     chunks = last - first
     used_segments = tl.cdiv(chunks, SEGMENT_CHUNKS)
     vs = (pid % TILES) * BV + tl.arange(0, BV)
-    ka = tl.arange(0, K0)
     in_v = vs < V
-    in_ka = ka < K
-    Sa = tl.zeros([BV, K0], tl.float32)
-    if K1 > 0:
-        kb = K0 + tl.arange(0, K1)
-        in_kb = kb < K
-        Sb = tl.zeros([BV, K1], tl.float32)
+    NK: tl.constexpr = 2 if traits.K1 > 0 else 1
+    keys, in_keys = key_columns(K, traits.K0, traits.K1)
+    S = zero_tiles(BV, traits.K0, traits.K1)
     state_offset = (tl.cast(n, tl.int64) * HV + hv) * K * V
     if traits.INITIAL:
-        Sa += load_column_major(gmem.initial + state_offset, vs, ka, in_v, in_ka, V)
-        if K1 > 0:
-            Sb += load_column_major(gmem.initial + state_offset, vs, kb, in_v, in_kb, V)
+        S = add_column_major(S, gmem.initial + state_offset, vs, keys, in_v, in_keys, V, NK)
     if TOTAL:
-        Sa += tl.where(vs[:, None] - V == ka[None, :], 1.0, 0.0)
-        if K1 > 0:
-            Sb += tl.where(vs[:, None] - V == kb[None, :], 1.0, 0.0)
+        S = add_identity(S, vs - V, keys, NK)
     # forward, the first segment of an empty sequence still starts from the initial state, which becomes the final one
     for step in range(used_segments if REVERSE else tl.maximum(used_segments, 1)):
         segment = used_segments - 1 - step if REVERSE else step
         segment_index = tl.cast(segment_slot(n, segment, first_scratch_slot, SEGMENT_CHUNKS), tl.int64) * HV + hv
         if not TOTAL:
-            store_rows(gmem.starts + segment_index * V * K, Sa, vs, ka, in_v, in_ka, K)
-            if K1 > 0:
-                store_rows(gmem.starts + segment_index * V * K, Sb, vs, kb, in_v, in_kb, K)
+            store_tiles(gmem.starts + segment_index * V * K, S, vs, keys, in_v, in_keys, K, NK)
         if step < (used_segments if TOTAL else used_segments - 1):
             N_p = gmem.ends + segment_index * (V + K) * K
-            Na = load_rows(N_p, vs, ka, in_v, in_ka, K)
-            if K1 > 0:
-                Nb = load_rows(N_p, vs, kb, in_v, in_kb, K)
+            N = load_tiles(N_p, vs, keys, in_v, in_keys, K, NK)
             count = tl.minimum(SEGMENT_CHUNKS, chunks - segment * SEGMENT_CHUNKS)
             negligible = negligible_prefix(
                 gmem.decay_bounds, slot + segment * SEGMENT_CHUNKS, count, hv, HV, SEGMENT_CHUNKS
             )
             # forward, the first segment needs no map: the scan computed its N_p from the initial state
             if (negligible == 0) & ((step > 0) | REVERSE | traits.CARRIED):
-                M_p = N_p + V * K
-                Na = tl.dot(Sa, load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE), Na, input_precision=PREC)
-                if K1 > 0:
-                    Na = tl.dot(Sb, load_map(M_p, kb, ka, in_kb, in_ka, K, REVERSE), Na, input_precision=PREC)
-                    Nb = tl.dot(Sa, load_map(M_p, ka, kb, in_ka, in_kb, K, REVERSE), Nb, input_precision=PREC)
-                    Nb = tl.dot(Sb, load_map(M_p, kb, kb, in_kb, in_kb, K, REVERSE), Nb, input_precision=PREC)
-            Sa = Na
-            if K1 > 0:
-                Sb = Nb
+                N = add_mapped(N, S, N_p + V * K, keys, in_keys, K, REVERSE, PREC, NK)
+            S = N
     if TOTAL:
         total = gmem.starts + (tl.cast(n, tl.int64) * HV + hv) * (V + K) * K
-        in_rows = vs < ROWS
-        store_rows(total, Sa, vs, ka, in_rows, in_ka, K)
-        if K1 > 0:
-            store_rows(total, Sb, vs, kb, in_rows, in_kb, K)
+        store_tiles(total, S, vs, keys, vs < ROWS, in_keys, K, NK)

@@ -86,6 +86,15 @@ def identity(rows, keys, enabled, NK: tl.constexpr):
 
 
 @triton.jit
+def add_identity(S, rows, keys, NK: tl.constexpr):
+    """Add the identity to S."""
+    tiles = (S[0] + tl.where(rows[:, None] == keys[0][None, :], 1.0, 0.0),)
+    for t in tl.static_range(1, NK):
+        tiles = tiles + (S[t] + tl.where(rows[:, None] == keys[t][None, :], 1.0, 0.0),)
+    return tiles
+
+
+@triton.jit
 def store_tiles(base, S, rows, keys, in_rows, in_keys, stride, NK: tl.constexpr):
     """Store S to a row-major matrix [rows, K]."""
     for t in tl.static_range(NK):
