@@ -271,6 +271,7 @@ class Engine:
             job.read += len(pieces[row])
             if job.read == len(job.prompt):
                 complete[row] = job
+                pool.begin_draws(row)
             tree, node = self.prefixes, job.node
             if tree is not None and node is not None and len(pieces[row]) and tree.wants(node, job.read):
                 tree.store(node, pool.snapshot(row))

@@ -135,14 +135,17 @@ class Pool:
 
     def join(self, job: Job, snapshot: Snapshot | None) -> None:
         """Give a job the next row, with the state of a snapshot, or the one before the first token."""
-        row, sampling = len(self.jobs), job.request.sampling
+        state = _rows(self._leaves, len(self.jobs))
         self.jobs.append(job)
-        state = _rows(self._leaves, row)
         if snapshot is None:
             torch._foreach_copy_(state, self._initial)
         else:
             self._restore(state, snapshot)
             job.read = snapshot.length
+
+    def begin_draws(self, row: int) -> None:
+        """Write what draws for a row read, once its prompt is complete: draws for other rows change it before."""
+        job, sampling = self.jobs[row], self.jobs[row].request.sampling
         self._own.sampling.set_row(row, sampling)
         if sampling.repetition_penalty != 1:
             self._seen[row].zero_()
