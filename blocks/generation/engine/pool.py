@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
+from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, DraftRows, PassBuffers
 from deltazoo.blocks.generation.engine.prefix_tree import Node, Snapshot
 from deltazoo.blocks.generation.engine.request import Continuation, Request
 from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, RowSampling
@@ -34,7 +35,8 @@ class Job:
         node: its node in the prefix tree, if there is one.
         seed: of its random numbers.
         read: tokens of the prompt that its state includes.
-        drawn: tokens that the device has been told to draw, which may be more than have arrived.
+        drawn: tokens that the device has been told to draw, which may be more than have arrived. Accepted drafts count
+            when they arrive.
     """
 
     request: Request
@@ -46,20 +48,22 @@ class Job:
     read: int = 0
     drawn: int = 0
     _numbers: list[float] = field(default_factory=list)
+    _first: int = 0  # the number of the first of `_numbers`
 
     @property
     def has_drawn_all(self) -> bool:
         return self.drawn >= self.request.sampling.max_tokens
 
-    def next_uniform(self) -> float:
-        """Return the random number of the next token: that of a batch of this request and seed alone."""
+    def next_uniforms(self, count: int) -> list[float]:
+        """Return the random numbers of the next tokens: those of a batch of this request and seed alone."""
         if self.request.sampling.temperature == 0:
-            return 0.0
-        at = self.drawn % _NUMBERS
-        if not at or not self._numbers:
+            return [0.0] * count
+        at = self.drawn - self._first
+        if at < 0 or at + count > len(self._numbers):
             seed_1 = torch.tensor([self.seed], device="cpu")
-            self._numbers = uniforms(seed_1, torch.zeros_like(seed_1), self.drawn - at, _NUMBERS)[:, 0].tolist()
-        return self._numbers[at]
+            numbers_N1 = uniforms(seed_1, torch.zeros_like(seed_1), self.drawn, _NUMBERS + count)
+            self._numbers, self._first, at = numbers_N1[:, 0].tolist(), self.drawn, 0
+        return self._numbers[at : at + count]
 
 
 class _Rows(NamedTuple):
@@ -69,6 +73,7 @@ class _Rows(NamedTuple):
     tokens: Tensor
     sampling: RowSampling
     seen: Tensor
+    drafts: DraftRows | tuple[()]
 
 
 class Pool:
@@ -78,19 +83,29 @@ class Pool:
         rows: R.
         capacity: number of tokens per row of caches that keep every token; None: the model has none.
         sizes: numbers of rows that steps run on, in ascending order up to R; None: as many as there are requests.
+        drafted: number of tokens that a pass drafts; 0: there are no passes.
     """
 
-    def __init__(self, model: TokenModel, rows: int, capacity: int | None, sizes: Sequence[int] | None) -> None:
+    def __init__(
+        self, model: TokenModel, rows: int, capacity: int | None, sizes: Sequence[int] | None, drafted: int = 0
+    ) -> None:
         self.rows, self.capacity, self.sizes = rows, capacity, sizes
         self.jobs: list[Job] = []
         device = model.device
         self._buffers = new_buffers(model, rows, capacity)
         sampling = RowSampling.empty(rows, device)
         self._seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device=device)
+        self._drafts = DraftRows.empty(rows, capacity, device) if drafted else None
+        self._read = torch.zeros(rows, drafted + 1, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(rows if drafted else 0, drafted + 1, model.spec.vocab, device=device)  # of a pass
+        self._count = torch.zeros(rows, dtype=torch.int32, device=device)
+        # Up to `drafted` tokens that the host does not know of precede those of a pass.
+        self.numbers = 2 * drafted + 1
         # MPS has no float64
-        self._uniform = torch.zeros(rows, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self._uniform = torch.zeros(rows, 1 + self.numbers, dtype=wide, device=device)
         self._leaves, self._structure = tree_flatten(self._buffers.state)
-        self._own = _Rows(self._leaves, self._buffers.tokens, sampling, self._seen)
+        self._own = _Rows(self._leaves, self._buffers.tokens, sampling, self._seen, self._drafts or ())
         with torch.no_grad():
             self._initial = tree_leaves(model.init_state(1, capacity))
         self._is_cache = [_keeps_every_token(model, i, x, capacity) for i, x in enumerate(self._initial)]
@@ -113,22 +128,43 @@ class Pool:
         count = len(self.jobs)
         return count if self.sizes is None else next(size for size in self.sizes if size >= count)
 
+    def drafted(self, rows: int) -> int:
+        """Return the number of tokens that a step of so many rows drafts for each."""
+        drafted = self._read.shape[1] - 1
+        return drafted if rows * (drafted + 1) <= MOST_TOKENS else 0
+
     def buffers(self, rows: int) -> Buffers:
         """Return views of the first rows for a step of the model."""
         state = tree_unflatten([x[:rows] for x in self._leaves], self._structure)
         return Buffers(self._buffers.tokens[:rows], self._buffers.logits[:rows], state)
 
-    def draw_buffers(self, rows: int) -> DrawBuffers:
-        """Return views of the first rows for a draw."""
-        own = self._own
-        sampling = RowSampling(*(x[:rows] for x in own.sampling))
+    def pass_buffers(self, rows: int) -> PassBuffers:
+        """Return views of the first rows for a pass with drafts."""
+        assert self._drafts is not None
+        tokens, _, state = self.buffers(rows)
+        history, read, logits, count = self._drafts.history, self._read, self._logits, self._count
+        return PassBuffers(tokens, history[:rows], read[:rows], logits[:rows], count[:rows], state)
+
+    def draw_buffers(self, rows: int, drafted: int = 0) -> DrawBuffers:
+        """Return views of the first rows for a draw after a step, or after a pass with drafts."""
+        own, tokens = self._own, self._buffers.tokens[:rows]
+        read, logits = (self._read, self._logits) if drafted else (tokens, self._buffers.logits[:, None])
         return DrawBuffers(
-            own.tokens[:rows], self._buffers.logits[:rows], sampling, own.seen[:rows], self._uniform[:rows]
+            tokens=tokens,
+            read=read[:rows],
+            logits=logits[:rows],
+            sampling=RowSampling(*(x[:rows] for x in own.sampling)),
+            seen=own.seen[:rows],
+            uniform=self._uniform[:rows],
+            count=self._count[:rows],
+            drafts=None if self._drafts is None else DraftRows(*(x[:rows] for x in self._drafts)),
         )
 
-    def set_uniforms(self, numbers: list[float]) -> None:
-        """Write the random numbers of the first rows, without waiting for the device."""
-        host = torch.tensor(numbers, dtype=self._uniform.dtype, device="cpu")
+    def set_uniforms(self, jobs: Sequence[Job | None]) -> None:
+        """Write the next random numbers of the first rows, without waiting for the device."""
+        count = self.numbers
+        rows = [[0.0] * (1 + count) if job is None else [job.drawn, *job.next_uniforms(count)] for job in jobs]
+        host = torch.tensor(rows, dtype=self._uniform.dtype, device="cpu")
         if self._uniform.is_cuda:
             host = host.pin_memory()
         self._uniform[: len(host)].copy_(host, non_blocking=True)
@@ -147,6 +183,8 @@ class Pool:
         """Write what draws for a row read, once its prompt is complete: draws for other rows change it before."""
         job, sampling = self.jobs[row], self.jobs[row].request.sampling
         self._own.sampling.set_row(row, sampling)
+        if self._drafts is not None:
+            self._drafts.set_row(row, job.prompt, sampling.max_tokens)
         if sampling.repetition_penalty != 1:
             self._seen[row].zero_()
             self._seen[row].index_fill_(0, job.prompt.to(self._seen.device, non_blocking=True), True)
