@@ -121,4 +121,3 @@ class Pass:
     def _commit(self) -> None:
         assert self._draft is not None  # of `verify`
         self._keep(self._model, self._draft, self._buffers.state, self._buffers.count)
-
