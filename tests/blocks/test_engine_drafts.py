@@ -92,7 +92,7 @@ def test_samples_are_those_of_generate_tokens_with_the_same_seed(model):
         Sampling(temperature=0, max_tokens=20),
     ]
     engine = drafting(model)
-    requests = [engine.submit(REPEATED + [n], sampling) for n, sampling in enumerate(samplings)]
+    requests = [engine.submit([*REPEATED, n], sampling) for n, sampling in enumerate(samplings)]
     run(engine)
     assert engine.counts.tokens_per_pass > 1.2
     for request in requests:
@@ -169,7 +169,7 @@ def test_a_request_with_nan_logits_ends_alone(build, spec):
     prompts = [REPEATED, draw(12, 1), draw(12, 2)]
     sampling = Sampling(temperature=0, max_tokens=12)
     expected = [alone(model, prompt, sampling) for prompt in prompts]
-    unseen = next(token for token in range(VOCAB) if not any(token in [*p, *e] for p, e in zip(prompts, expected)))
+    unseen = min(set(range(VOCAB)) - set().union(*prompts, *expected))
     last = expected[0][9]
     engine = drafting(model)
     with torch.no_grad():
@@ -198,9 +198,14 @@ def test_an_error_in_a_pass_ends_its_requests_and_no_other(model, monkeypatch, p
     engine, sampling = drafting(model), Sampling(temperature=0, max_tokens=20)
     first = [engine.submit(prompt, sampling) for prompt in (REPEATED, draw(6))]
     engine.step()
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of order"):
-        patched.setattr(engine._steps, phase, lambda *args: (_ for _ in ()).throw(RuntimeError("out of order")))
-        engine.step()
+
+    def fail(*args):
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._steps, phase, fail)
+        with pytest.raises(RuntimeError, match="out of order"):
+            engine.step()
     second = [engine.submit(prompt, sampling) for prompt in (REPEATED, draw(6))]
     run(engine)
     assert [request.reason for request in first] == ["error"] * 2
@@ -222,9 +227,9 @@ def test_drafts_are_looked_up_in_the_last_tokens_of_a_long_text(model):
 def test_drafts_need_space_in_the_caches_and_in_a_step(model):
     engine = drafting(model)
     engine.submit([1] * 188, Sampling(max_tokens=10))
-    with pytest.raises(StateError, match="a slot holds 200 tokens.*needs 201: 189 .* and 3 drafted ones"):
+    with pytest.raises(StateError, match=r"a slot holds 200 tokens.*needs 201: 189 .* and 3 drafted ones"):
         engine.submit([1] * 189, Sampling(max_tokens=10))
-    with pytest.raises(ValueRangeError, match="step_tokens must be above slots = 4 \\* 4 tokens of a pass, got 16"):
+    with pytest.raises(ValueRangeError, match=r"step_tokens must be above slots = 4 \* 4 tokens of a pass, got 16"):
         drafting(model, step_tokens=16)
     with pytest.raises(ValueRangeError, match="speculate must be an integer >= 0, got -1"):
         drafting(model, speculate=-1)
