@@ -75,7 +75,8 @@ class Engine:
     Args:
         model: its state has one row per slot.
         slots: maximum number of requests that are in progress; others wait.
-        step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows.
+        step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows; None: 2048, or more if
+            the decoding rows alone may read so many.
         cache_tokens: number of tokens that the caches of attention hold, an equal share for each slot; None: for models
             without such caches.
         prefix_bytes: memory for snapshots of states after prefixes of prompts, which other prompts reuse; 0: none are
@@ -91,7 +92,7 @@ class Engine:
         self,
         model: TokenModel,
         slots: int = 64,
-        step_tokens: int = 2048,
+        step_tokens: int | None = None,
         cache_tokens: int | None = None,
         prefix_bytes: int | None = None,
         compile: bool = False,
@@ -99,8 +100,9 @@ class Engine:
     ) -> None:
         check_model(model)
         check_integer("slots", slots)
-        check_integer("step_tokens", step_tokens)
         check_integer("speculate", speculate, 0)
+        step_tokens = max(2048, slots * (2 + speculate)) if step_tokens is None else step_tokens
+        check_integer("step_tokens", step_tokens)
         if step_tokens <= slots * (1 + speculate):
             drafts = f" * {1 + speculate} tokens of a pass" if speculate else ""
             raise ValueRangeError(f"step_tokens must be above slots = {slots}{drafts}, got {step_tokens}")
