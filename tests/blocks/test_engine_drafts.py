@@ -240,14 +240,14 @@ def test_drafts_need_space_in_the_caches_and_in_a_step(model):
 @pytest.mark.parametrize("seed", range(3))
 def test_captured_passes_give_the_tokens_of_runs_alone(model, monkeypatch, seed):
     monkeypatch.setattr(pool, "MOST_TOKENS", (256, 8, 12)[seed])
-    assert check_random_requests(model.cuda(), 20, seed) > 1
+    assert check_random_requests(model.cuda().rebind(None), 20, seed) > 1
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_passes_draw_the_samples_of_generate_tokens(model):
     """With one capture for all numbers of accepted drafts: no graph is added after the first request of a kind."""
-    model = model.cuda()
+    model = model.cuda().rebind(None)
     engine, sampling = drafting(model, slots=1, step_tokens=20), Sampling(temperature=0.4, max_tokens=90, seed=0)
     for seed in range(4):
         request = engine.submit(REPEATED + draw(3, seed), sampling.model_copy(update={"seed": seed}))
