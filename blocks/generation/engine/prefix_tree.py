@@ -70,7 +70,7 @@ class PrefixTree:
             child = node.children.get(int(rest[0]))
             if child is None:
                 is_shared = False
-                child = Node(rest, node, node.depth + len(rest))
+                child = Node(rest.clone(), node, node.depth + len(rest))  # a view would keep the whole prompt
                 node.children[int(rest[0])] = child
             elif (common := _common_length(child.edge, rest)) < len(child.edge):
                 is_shared, child = True, self._split(child, common)
