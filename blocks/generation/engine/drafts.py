@@ -95,6 +95,7 @@ class Pass:
         self._buffers.count.zero_()
         try:
             verify = capture(self._verify, device, memory, warm_ups=3)
+            verify()  # writes the draft that the warm-up of `commit` reads
             self.commit = capture(self._commit, device, memory)
             self.verify = verify
         except torch.OutOfMemoryError:
