@@ -125,7 +125,7 @@ class Speculator:
         self._draft: StackState | None = None
         self._read, self._keep = verify_drafts, commit_drafts
         if decoder.compile and decoder.layers is None:
-            self._read, self._keep = (compiled_step(call, device) for call in (verify_drafts, commit_drafts))
+            self._read, self._keep = compiled_step(verify_drafts, device), compiled_step(commit_drafts, device)
         self._graphs: tuple[Call, Call] | None = None  # of the first and the last part
         self._choices: dict[Sampling, Call] = {}
         self._captures = True  # false for a model whose passes cannot be captured

@@ -60,14 +60,14 @@ class PassBuffers(NamedTuple):
     """What a pass reads and writes.
 
     tokens: [B, 1], the last drawn ones. history: [B, C]. read: [B, T], the tokens of the pass. logits: [B, T, L].
-    count: [B] int32, how many tokens of the pass stand, which is set between `verify` and `commit`.
+    accepted: [B] int32, how many tokens of the pass stand, which is set between `verify` and `commit`.
     """
 
     tokens: Tensor
     history: Tensor
     read: Tensor
     logits: Tensor
-    count: Tensor
+    accepted: Tensor
     state: StackState
 
 
@@ -84,7 +84,8 @@ class Pass:
         self._model, self._buffers, self._layers = model, buffers, layers
         self._read, self._keep = verify_drafts, commit_drafts
         if compile and layers is None:
-            self._read, self._keep = (compiled_step(call, model.device) for call in (verify_drafts, commit_drafts))
+            device = model.device
+            self._read, self._keep = compiled_step(verify_drafts, device), compiled_step(commit_drafts, device)
         self._draft: StackState | None = None  # of the last call of `verify`
         self.verify: Call = self._verify
         self.commit: Call = self._commit
@@ -92,7 +93,7 @@ class Pass:
     def capture(self, memory: Any) -> Self:
         """Capture both calls in CUDA graphs. Counts of 0 leave the state. Args: memory: pool of the graphs."""
         device = self._buffers.tokens.device
-        self._buffers.count.zero_()
+        self._buffers.accepted.zero_()
         try:
             verify = capture(self._verify, device, memory, warm_ups=3)
             verify()  # writes the draft that the warm-up of `commit` reads
@@ -106,7 +107,7 @@ class Pass:
 
     def warm_up(self) -> Self:
         """Compile both calls. The state does not change."""
-        self._buffers.count.zero_()
+        self._buffers.accepted.zero_()
         self._verify()
         self._commit()
         return self
@@ -121,4 +122,4 @@ class Pass:
 
     def _commit(self) -> None:
         assert self._draft is not None  # of `verify`
-        self._keep(self._model, self._draft, self._buffers.state, self._buffers.count)
+        self._keep(self._model, self._draft, self._buffers.state, self._buffers.accepted)

@@ -98,7 +98,7 @@ class Pool:
         self._drafts = DraftRows.empty(rows, capacity, device) if drafted else None
         self._read = torch.zeros(rows, drafted + 1, dtype=torch.int64, device=device)
         self._logits = torch.zeros(rows if drafted else 0, drafted + 1, model.spec.vocab, device=device)  # of a pass
-        self._count = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._accepted = torch.zeros(rows, dtype=torch.int32, device=device)
         # Up to `drafted` tokens that the host does not know of precede those of a pass.
         self.numbers = 2 * drafted + 1
         # MPS has no float64
@@ -142,8 +142,8 @@ class Pool:
         """Return views of the first rows for a pass with drafts."""
         assert self._drafts is not None
         tokens, _, state = self.buffers(rows)
-        history, read, logits, count = self._drafts.history, self._read, self._logits, self._count
-        return PassBuffers(tokens, history[:rows], read[:rows], logits[:rows], count[:rows], state)
+        history, read, logits, accepted = self._drafts.history, self._read, self._logits, self._accepted
+        return PassBuffers(tokens, history[:rows], read[:rows], logits[:rows], accepted[:rows], state)
 
     def draw_buffers(self, rows: int, drafted: int = 0) -> DrawBuffers:
         """Return views of the first rows for a draw after a step, or after a pass with drafts."""
@@ -156,7 +156,7 @@ class Pool:
             sampling=RowSampling(*(x[:rows] for x in own.sampling)),
             seen=own.seen[:rows],
             uniform=self._uniform[:rows],
-            count=self._count[:rows],
+            accepted=self._accepted[:rows],
             drafts=None if self._drafts is None else DraftRows(*(x[:rows] for x in self._drafts)),
         )
 

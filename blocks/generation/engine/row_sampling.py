@@ -89,8 +89,8 @@ class DrawBuffers(NamedTuple):
     """What a draw reads and writes.
 
     tokens: [B, 1], the next ones. read: [B, T], those that the logits [B, T, L] follow. seen: [B, L] bool, the tokens
-    of prompt and continuation. uniform: [B, 1 + W] random numbers, preceded by the number of the first one. count: [B]
-    int32, how many tokens count. drafts: None: the engine drafts no tokens, and T is 1.
+    of prompt and continuation. uniform: [B, 1 + W] random numbers, preceded by the number of the first one. accepted:
+    [B] int32, how many tokens count. drafts: None: the engine drafts no tokens, and T is 1.
     """
 
     tokens: Tensor
@@ -99,7 +99,7 @@ class DrawBuffers(NamedTuple):
     sampling: RowSampling
     seen: Tensor
     uniform: Tensor
-    count: Tensor
+    accepted: Tensor
     drafts: DraftRows | None
 
 
@@ -148,7 +148,7 @@ def _keep_accepted(buffers: DrawBuffers, token_BT: Tensor, checked_BT: Tensor) -
         buffers.tokens.copy_(token_BT)
         return checked_BT
     count_B = torch.minimum(accept(checked_BT, buffers.read), drafts.left)
-    buffers.count.copy_(count_B)
+    buffers.accepted.copy_(count_B)
     drafts.append_(token_BT, count_B)
     buffers.tokens.copy_(drafts.history[:, -1:])
     return torch.where(torch.arange(token_BT.shape[1], device=count_B.device) < count_B[:, None], checked_BT, REJECTED)
