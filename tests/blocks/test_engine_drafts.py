@@ -29,8 +29,11 @@ def alone(model: LanguageModel, prompt: list[int], sampling: Sampling) -> list[i
     return generate_tokens(model, torch.tensor([prompt], device=model.device), sampling)[0].tolist()
 
 
-def drafting(model: LanguageModel, speculate: int = 3, **settings) -> Engine:
-    return make(model, **{"speculate": speculate, "step_tokens": 40, **settings})
+def drafting(model: LanguageModel, speculate: int = 3, ahead: bool | None = None, **settings) -> Engine:
+    """Args: ahead: whether the host launches a pass before it has the tokens of the one before, as on CUDA."""
+    engine = make(model, **{"speculate": speculate, "step_tokens": 40, **settings})
+    engine._is_ahead = engine._is_ahead if ahead is None else ahead
+    return engine
 
 
 def check_random_requests(model: LanguageModel, count: int, seed: int, **settings) -> float:
@@ -50,18 +53,18 @@ def check_random_requests(model: LanguageModel, count: int, seed: int, **setting
     return engine.counts.tokens_per_pass
 
 
-@pytest.mark.parametrize("most", [pool.MOST_TOKENS, 8])
-def test_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, most):
+@pytest.mark.parametrize(("most", "ahead"), [(pool.MOST_TOKENS, False), (8, True)])
+def test_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, most, ahead):
     """With the smaller limit, steps of more than two requests have no drafts, so that both kinds alternate."""
     monkeypatch.setattr(pool, "MOST_TOKENS", most)
-    assert check_random_requests(model, 10, seed=0) > 1.2
+    assert check_random_requests(model, 10, seed=0, ahead=ahead) > 1.2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, seed):
     monkeypatch.setattr(pool, "MOST_TOKENS", (8, 256)[seed % 2])
-    check_random_requests(model, 25, seed, slots=1 + seed, speculate=1 + seed % 4, step_tokens=50)
+    check_random_requests(model, 25, seed, slots=1 + seed, speculate=1 + seed % 4, step_tokens=50, ahead=seed > 3)
 
 
 @pytest.mark.slow
@@ -82,7 +85,8 @@ def test_compiled_passes_give_the_tokens_of_runs_alone(model):
     check_random_requests(model, 8, seed=1, slots=2, compile=True)
 
 
-def test_samples_are_those_of_generate_tokens_with_the_same_seed(model):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_samples_are_those_of_generate_tokens_with_the_same_seed(model, ahead):
     samplings = [
         Sampling(temperature=0.3, seed=1, max_tokens=70),
         Sampling(temperature=0.5, top_k=5, seed=2, max_tokens=20),
@@ -91,7 +95,7 @@ def test_samples_are_those_of_generate_tokens_with_the_same_seed(model):
         Sampling(temperature=0, repetition_penalty=1.1, max_tokens=20),
         Sampling(temperature=0, max_tokens=20),
     ]
-    engine = drafting(model)
+    engine = drafting(model, ahead=ahead)
     requests = [engine.submit([*REPEATED, n], sampling) for n, sampling in enumerate(samplings)]
     run(engine)
     assert engine.counts.tokens_per_pass > 1.2
