@@ -144,12 +144,13 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
     launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
 
 
-def parts_of(heads: int, slots: int, row_bytes: int, processors: int) -> tuple[int, int]:
+def parts_of(heads: int, slots: int, row_bytes: int, processors: int, page: int = 0) -> tuple[int, int]:
     """Return the keys of a tile of a decode step, and the parts of the keys of a head.
 
-    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels.
+    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels. page: slots that a tile must
+        not exceed; 0: any.
     """
-    tile = max(16, min(64, 16384 // row_bytes))
+    tile = max(16, min(64, page or 64, 16384 // row_bytes))
     programs = _PROGRAMS_PER_PROCESSOR * (2 if row_bytes <= _NARROW else 1) * processors
     return tile, power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, heads), cdiv(slots, 2 * tile))))
 
