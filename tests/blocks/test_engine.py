@@ -365,7 +365,7 @@ def test_memory_does_not_grow_with_the_number_of_requests(model):
 @pytest.mark.parametrize(
     ("error", "sentence", "prompt", "sampling"),
     [
-        (StateError, "a slot holds 200 tokens.*the request needs 204", [1] * 195, Sampling(max_tokens=10)),
+        (StateError, "at most 832 tokens of a request, but it needs 836", [1] * 827, Sampling(max_tokens=10)),
         (ValueRangeError, "at least one token, got none", [], None),
         (ValueRangeError, r"integers in \[0, 29\), got 29", [1, 29], None),
         (ValueRangeError, "seed must be a number or None", [1], Sampling(seed=(1,))),

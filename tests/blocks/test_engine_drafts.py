@@ -230,9 +230,9 @@ def test_drafts_are_looked_up_in_the_last_tokens_of_a_long_text(model):
 
 def test_drafts_need_space_in_the_caches_and_in_a_step(model):
     engine = drafting(model)
-    engine.submit([1] * 188, Sampling(max_tokens=10))
-    with pytest.raises(StateError, match=r"a slot holds 200 tokens.*needs 201: 189 .* and 3 drafted ones"):
-        engine.submit([1] * 189, Sampling(max_tokens=10))
+    engine.submit([1] * 820, Sampling(max_tokens=10))
+    with pytest.raises(StateError, match=r"at most 832 tokens of a request.*needs 833: 821 .* and 3 drafted ones"):
+        engine.submit([1] * 821, Sampling(max_tokens=10))
     with pytest.raises(ValueRangeError, match=r"step_tokens must be above slots = 4 \* 4 tokens of a pass, got 16"):
         drafting(model, step_tokens=16)
     with pytest.raises(ValueRangeError, match="speculate must be an integer >= 0, got -1"):

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update.check import check_integer, check_type
+from deltazoo.blocks.generation.engine.pages import row_states
 from deltazoo.blocks.generation.engine.pool import Job, Pool
-from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree
+from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, Snapshot
 from deltazoo.blocks.generation.engine.request import (
     Continuation,
     Event,
@@ -77,8 +78,9 @@ class Engine:
         slots: maximum number of requests that are in progress; others wait.
         step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows; None: 2048, or more if
             the decoding rows alone may read so many.
-        cache_tokens: number of tokens that the caches of attention hold, an equal share for each slot; None: for models
-            without such caches.
+        cache_tokens: number of tokens that the caches of attention hold for all requests and snapshots together, in
+            pages of 64; None: for models without such caches. A request gets the pages of its prompt and its limit when
+            its prompt is first read, and waits until they are free.
         prefix_bytes: memory for snapshots of states after prefixes of prompts, which other prompts reuse; 0: none are
             kept; None: an eighth of the memory of a CUDA device, 256 MiB elsewhere.
         compile: compile the decoding step for each of its sizes, as `Decoder` does.
@@ -109,15 +111,17 @@ class Engine:
         if cache_tokens is not None and cache_tokens < slots:
             raise ValueRangeError(f"cache_tokens must be at least slots = {slots}, got {cache_tokens}")
         self.model, self.step_tokens, self.speculate = model, step_tokens, speculate
-        self.capacity = None if cache_tokens is None else cache_tokens // slots
+        states = row_states(model, cache_tokens, slots)
+        self.capacity, self.pages = states.longest, states.pages
         on_cuda = model.device.type == "cuda"
         pieces = min(slots, _MOST_PIECES)
         sizes = step_sizes(1, slots, halves=not compile) if on_cuda or compile else None
-        self._decoding = Pool(model, slots, self.capacity, sizes, speculate)
+        self._decoding = Pool(model, slots, states, sizes, speculate)
         sizes = step_sizes(1, pieces, False) if on_cuda else None
-        self._reading = Pool(model, pieces, self.capacity, sizes, speculate)
+        self._reading = Pool(model, pieces, states, sizes, speculate)
         limit = _default_prefix_bytes(model.device) if prefix_bytes is None else prefix_bytes
-        self.prefixes = PrefixTree(limit) if limit >= self._reading.row_bytes else None
+        has_space = limit >= self._reading.row_bytes
+        self.prefixes = PrefixTree(limit, self.pages, states.page_bytes) if has_space else None
         self.counts = EngineCounts()
         self._steps = Steps(model, step_tokens, compile)
         self._codec = TextCodec.of(model)
@@ -153,11 +157,11 @@ class Engine:
             raise ValueRangeError(f"seed must be a number or None for a request, got {sampling.seed}")
         tokens, vocab = self._tokens(prompt), self.model.spec.vocab
         check_prompt(tokens, vocab)
-        longest = len(tokens) + sampling.max_tokens - 1 + self.speculate  # the last token is not read
+        longest = self._longest(tokens, sampling)
         if self.capacity is not None and longest > self.capacity:
             drafts = f", and {self.speculate} drafted ones" if self.speculate else ""
             raise StateError(
-                f"a slot holds {self.capacity} tokens (cache_tokens / slots), but the request needs {longest}: "
+                f"the caches hold at most {self.capacity} tokens of a request, but it needs {longest}: "
                 f"{len(tokens)} of the prompt and {sampling.max_tokens} new ones, the last of which is not read{drafts}"
             )
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
@@ -250,14 +254,39 @@ class Engine:
             self._open.discard(event.request)
 
     def _forget(self, job: Job) -> None:
+        if self.pages is not None:
+            self.pages.release(job.pages)
+            job.pages = []
         if self.prefixes is not None and job.node is not None:
             self.prefixes.release(job.node)
             job.node = None
 
-    def _admit(self) -> None:
-        """Start to read the prompts of waiting requests, oldest first, while there are slots.
+    def _longest(self, prompt: Sequence[int] | Tensor, sampling: Sampling) -> int:
+        """Return the most tokens of a request that the caches hold: the last token is not read."""
+        return len(prompt) + sampling.max_tokens - 1 + self.speculate
 
-        A request waits as long as another one reads a prefix that both share.
+    def _grant_pages(self, job: Job, snapshot: Snapshot | None) -> bool:
+        """Give a job the pages that it may need, of which it shares the full ones of a snapshot.
+
+        Returns: False if there are too few, also without the snapshots that are not in use.
+        """
+        pages = self.pages
+        if pages is None:
+            return True
+        shared = () if snapshot is None else snapshot.pages[: pages.full(snapshot.length)]
+        needed = pages.pages_of(self._longest(job.prompt, job.request.sampling)) - len(shared)
+        pages.share(shared)
+        if needed > pages.free and (self.prefixes is None or not self.prefixes.make_room(needed)):
+            pages.release(shared)
+            return False
+        job.pages = [*shared, *pages.take(needed)]
+        return True
+
+    def _admit(self) -> None:
+        """Start to read the prompts of waiting requests, oldest first, while there are slots and pages.
+
+        A request waits as long as another one reads a prefix that both share. One that waits for pages lets no later
+        one pass, which could delay it for ever.
         """
         reading, decoding = self._reading, self._decoding
         for job in list(itertools.islice(self._waiting, _MOST_CANDIDATES)):
@@ -269,6 +298,8 @@ class Engine:
                 if self.prefixes.must_wait(job.node, readers):
                     continue
                 snapshot = self.prefixes.find(job.node)
+            if not self._grant_pages(job, snapshot):
+                return
             reading.join(job, snapshot)
             self._waiting.remove(job)
             job.request.reused = job.read

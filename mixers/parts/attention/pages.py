@@ -61,5 +61,6 @@ def attend_paged(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: PagedCach
         raise StateError(f"a cache in pages needs calls without gradients on one rank, got {got}")
     counts = token_counts(q, context) if context.mask is not None else None
     pages, dtype = Pages(cache.pages.k, cache.pages.v, cache.table), cache.pages.k.dtype
-    given = [x.to(dtype) for x in (q, k, v)]
-    return attend_pages_(*given, pages, cache.position, scale, counts, context.cu_seqlens).to(q.dtype)
+    before, bounds = cache.position, context.cu_seqlens
+    o = attend_pages_(q.to(dtype), k.to(dtype), v.to(dtype), pages, before, scale, counts, bounds)
+    return o.to(q.dtype)
