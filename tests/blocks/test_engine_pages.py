@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from test_engine import VOCAB, alone, draw, make, random_requests, run
+from test_engine import VOCAB, alone, alone_on_cuda, draw, make, random_requests, run
 
 from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
@@ -203,3 +203,22 @@ def test_a_page_is_free_when_its_last_user_releases_it():
     allocator.release(taken[:1])
     assert sorted(allocator.take(3)) == [1, 2, 3]
     assert [allocator.pages_of(n) for n in (0, 1, 64, 65)] == [0, 1, 1, 2]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [{}, {"speculate": 3, "step_tokens": 40}])
+@pytest.mark.parametrize("pattern", ["attention(heads=2) + gated_deltanet(heads=2)", None])
+def test_captured_steps_read_pages_by_kernels(model, build, spec, monkeypatch, pattern, settings):
+    """The engine captures them in CUDA graphs, of more rows than there are requests."""
+    monkeypatch.setattr(pages, "PAGE_TOKENS", 16)
+    if pattern is not None:
+        model = build(StackSpec(width=32, depth=2, vocab=VOCAB, pattern=pattern, mlp={"width": 24})).float()
+    model = model.cuda()
+    engine = make(model, **{"cache_tokens": 160, "slots": 6, **settings})
+    requests = [engine.submit(*request) for request in random_requests(20, 3)]
+    run(engine)
+    for request in requests:
+        assert request.error is None
+        assert request.tokens == alone_on_cuda(model, request.prompt, request.sampling)
+    check_no_page_is_lost(engine)

@@ -100,8 +100,9 @@ def _launch(call: PagedCall) -> Tensor:
     strides = dict(zip(("q_stride", "k_stride", "v_stride"), (stride // unit for stride in x.strides), strict=True))
     numbers = {"T": T, "N": x.sequences, "M": call.table.shape[1], "slots": slots, **strides}
     launcher(store_pages_kernel, tensors, {"traits": traits}, Options(4))(G * slots, numbers)
-    warps = max(1, min(config.warps, tokens * group // 16))
-    options = Options(warps, config.stages, config.registers)
+    options = Options(config.warps, config.stages, config.registers)
+    if tokens * group < config.queries:
+        options = Options(4, 3)  # as for one token: the keys are the larger operand
     launcher(paged_attention_kernel, tensors, {"traits": traits}, options)(slots * G * parts, numbers)
     if parts > 1:
         combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(1, overlap=traits.OVERLAP))

@@ -104,6 +104,7 @@ def paged_attention_kernel(
     G: tl.constexpr = traits.G
     E: tl.constexpr = traits.E
     BN: tl.constexpr = traits.BN
+    BV: tl.constexpr = traits.BV
     ROWS: tl.constexpr = traits.TOKENS * traits.GROUP
     part = tl.program_id(0) % traits.PARTS
     g = tl.program_id(0) // traits.PARTS % G
@@ -129,7 +130,7 @@ def paged_attention_kernel(
         stop = tl.minimum((part + 1) * keys, end)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
-        o_tile = tl.zeros([ROWS, traits.BV], tl.float32)
+        o_tile = tl.zeros([ROWS, BV], tl.float32)
         page = page_of(table, part * keys, stop, traits)
         for at in range(part * keys, stop, BN):
             s = at + tl.arange(0, BN)
