@@ -38,7 +38,7 @@ from deltazoo.mixers.core.activations import activation_like, compute_device
 from deltazoo.mixers.core.decode_maps import apply_map
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.initialization import init_weights
-from deltazoo.mixers.core.mixer import Context, PageTable
+from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import as_context
 from deltazoo.mixers.core.side import Side, join_sides
@@ -93,10 +93,6 @@ class Stack(nn.Module):
         if capacity is not None:
             check_integer("capacity", capacity)
         return StackState(tuple(layer.init_state(batch, capacity) for layer in self.layers))
-
-    def init_paged_state(self, capacity: int, pages: PageTable) -> StackState:
-        """Return the initial state with caches in pages."""
-        return StackState(tuple(layer.init_paged_state(capacity, pages) for layer in self.layers))
 
 
 class LanguageModel(nn.Module):
@@ -243,13 +239,6 @@ class LanguageModel(nn.Module):
             capacity: maximum number of tokens in a sequence. Attention needs it; recurrent mixers ignore it.
         """
         return self.stack.init_state(batch, capacity)
-
-    def init_paged_state(self, capacity: int, pages: PageTable) -> StackState:
-        """Return the initial state of the rows of a table, with caches of every token in pages where a mixer has them.
-
-        Args: capacity: as for `init_state`, for the other mixers; pages: all layers have the same table.
-        """
-        return self.stack.init_paged_state(capacity, pages)
 
     def verify(self, tokens_BT: Tensor, state: StackState) -> tuple[Tensor, StackState]:
         """Read drafted tokens in one pass, for speculative decoding. Then call `commit_`, before any other call.

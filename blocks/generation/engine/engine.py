@@ -15,8 +15,8 @@ from torch import Tensor
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update.check import check_integer, check_type
 from deltazoo.blocks.generation.engine.pages import row_states
-from deltazoo.blocks.generation.engine.pool import Job, Pool
-from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, Snapshot
+from deltazoo.blocks.generation.engine.pool import Job, Pool, grant_pages
+from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, default_limit
 from deltazoo.blocks.generation.engine.request import (
     Continuation,
     Event,
@@ -31,8 +31,6 @@ from deltazoo.blocks.generation.engine.steps import Steps, step_sizes
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel, check_model
 
-PREFIX_SHARE = 1 / 8  # of the memory of a CUDA device that snapshots of prefixes take by default
-PREFIX_BYTES = 2**28  # on other devices
 _MOST_PIECES = 8  # prompts that are read at the same time
 _MOST_CANDIDATES = 256  # waiting requests that a step considers
 
@@ -78,9 +76,8 @@ class Engine:
         slots: maximum number of requests that are in progress; others wait.
         step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows; None: 2048, or more if
             the decoding rows alone may read so many.
-        cache_tokens: number of tokens that the caches of attention hold for all requests and snapshots together, in
-            pages of 64; None: for models without such caches. A request gets the pages of its prompt and its limit when
-            its prompt is first read, and waits until they are free.
+        cache_tokens: number of tokens that the caches of attention hold for all requests and snapshots, in pages of 64,
+            which a request reserves before its prompt is read; None: for models without such caches.
         prefix_bytes: memory for snapshots of states after prefixes of prompts, which other prompts reuse; 0: none are
             kept; None: an eighth of the memory of a CUDA device, 256 MiB elsewhere.
         compile: compile the decoding step for each of its sizes, as `Decoder` does.
@@ -108,8 +105,6 @@ class Engine:
         if step_tokens <= slots * (1 + speculate):
             drafts = f" * {1 + speculate} tokens of a pass" if speculate else ""
             raise ValueRangeError(f"step_tokens must be above slots = {slots}{drafts}, got {step_tokens}")
-        if cache_tokens is not None and cache_tokens < slots:
-            raise ValueRangeError(f"cache_tokens must be at least slots = {slots}, got {cache_tokens}")
         self.model, self.step_tokens, self.speculate = model, step_tokens, speculate
         states = row_states(model, cache_tokens, slots)
         self.capacity, self.pages = states.longest, states.pages
@@ -119,7 +114,7 @@ class Engine:
         self._decoding = Pool(model, slots, states, sizes, speculate)
         sizes = step_sizes(1, pieces, False) if on_cuda else None
         self._reading = Pool(model, pieces, states, sizes, speculate)
-        limit = _default_prefix_bytes(model.device) if prefix_bytes is None else prefix_bytes
+        limit = default_limit(model.device) if prefix_bytes is None else prefix_bytes
         has_space = limit >= self._reading.row_bytes
         self.prefixes = PrefixTree(limit, self.pages, states.page_bytes) if has_space else None
         self.counts = EngineCounts()
@@ -157,7 +152,7 @@ class Engine:
             raise ValueRangeError(f"seed must be a number or None for a request, got {sampling.seed}")
         tokens, vocab = self._tokens(prompt), self.model.spec.vocab
         check_prompt(tokens, vocab)
-        longest = self._longest(tokens, sampling)
+        longest = len(tokens) + sampling.max_tokens - 1 + self.speculate  # the last token is not read
         if self.capacity is not None and longest > self.capacity:
             drafts = f", and {self.speculate} drafted ones" if self.speculate else ""
             raise StateError(
@@ -168,7 +163,7 @@ class Engine:
         request = Request(tokens, sampling)
         continuation = Continuation(request, self._codec, isinstance(prompt, str), vocab)
         prompt_T = torch.tensor(tokens, device="cpu")
-        job = Job(request, continuation, next(self._numbers), prompt_T, seed)
+        job = Job(request, continuation, next(self._numbers), prompt_T, seed, longest)
         if self.prefixes is not None:
             job.node = self.prefixes.insert(prompt_T)
         self._waiting.append(job)
@@ -261,27 +256,6 @@ class Engine:
             self.prefixes.release(job.node)
             job.node = None
 
-    def _longest(self, prompt: Sequence[int] | Tensor, sampling: Sampling) -> int:
-        """Return the most tokens of a request that the caches hold: the last token is not read."""
-        return len(prompt) + sampling.max_tokens - 1 + self.speculate
-
-    def _grant_pages(self, job: Job, snapshot: Snapshot | None) -> bool:
-        """Give a job the pages that it may need, of which it shares the full ones of a snapshot.
-
-        Returns: False if there are too few, also without the snapshots that are not in use.
-        """
-        pages = self.pages
-        if pages is None:
-            return True
-        shared = () if snapshot is None else snapshot.pages[: pages.full(snapshot.length)]
-        needed = pages.pages_of(self._longest(job.prompt, job.request.sampling)) - len(shared)
-        pages.share(shared)
-        if needed > pages.free and (self.prefixes is None or not self.prefixes.make_room(needed)):
-            pages.release(shared)
-            return False
-        job.pages = [*shared, *pages.take(needed)]
-        return True
-
     def _admit(self) -> None:
         """Start to read the prompts of waiting requests, oldest first, while there are slots and pages.
 
@@ -298,7 +272,7 @@ class Engine:
                 if self.prefixes.must_wait(job.node, readers):
                     continue
                 snapshot = self.prefixes.find(job.node)
-            if not self._grant_pages(job, snapshot):
+            if self.pages is not None and not grant_pages(job, snapshot, self.pages, self.prefixes):
                 return
             reading.join(job, snapshot)
             self._waiting.remove(job)
@@ -424,9 +398,3 @@ def _logprobs(drawn: Drawn, row: int, place: int, count: int | None) -> TokenLog
         tokens, values = drawn.top_token[row, place, :count], drawn.top_logprob[row, place, :count]
         top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(float(drawn.logprob[row, place]), top)
-
-
-def _default_prefix_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PREFIX_BYTES
-    return int(PREFIX_SHARE * torch.cuda.get_device_properties(device).total_memory)

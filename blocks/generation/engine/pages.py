@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from deltazoo.backends.io.errors import ValueRangeError
 from deltazoo.blocks.model.interface import StackState, TokenModel
 from deltazoo.mixers.core.mixer import PageTable
 from deltazoo.mixers.parts.attention.pages import CachePages
@@ -117,7 +118,11 @@ def row_states(model: TokenModel, cache_tokens: int | None, slots: int) -> RowSt
 
     A mixer that keeps every token and has no form in pages gets a cache of cache_tokens / slots tokens per row, which
     is then the limit of all requests.
+
+    Raises: ValueRangeError: `cache_tokens` is less than `slots`; StateError: the model needs it.
     """
+    if cache_tokens is not None and cache_tokens < slots:
+        raise ValueRangeError(f"cache_tokens must be at least slots = {slots}, got {cache_tokens}")
     if cache_tokens is None:
         initial = model.init_state(1, None)
         return RowStates(initial, None, [False] * len(tensors_of(initial)), None, None)
@@ -128,17 +133,21 @@ def row_states(model: TokenModel, cache_tokens: int | None, slots: int) -> RowSt
         text = "the caches of %s are not in pages: each of %d slots keeps %d tokens, the longest request"
         _log.warning(text, ", ".join(names), slots, longest)
     table = torch.zeros(1, min(pages.count, pages.pages_of(longest)), dtype=torch.int32, device=model.device)
-    initial = model.init_paged_state(longest, PageTable(table, pages.count, pages.tokens))
+    initial = _initial_state(model, longest, PageTable(table, pages.count, pages.tokens))
     if any(isinstance(x, CachePages) for x in tree_leaves(initial)):
         return RowStates(initial, table, is_cache, pages, longest)
     return RowStates(initial, None, is_cache, None, longest if names else None)
+
+
+def _initial_state(model: TokenModel, capacity: int, pages: PageTable) -> StackState:
+    return StackState(tuple(layer.init_paged_state(capacity, pages) for layer in model.stack.layers))
 
 
 def _without_pages(model: TokenModel) -> tuple[list[bool], list[str]]:
     """Return which tensors of the state have a slot for each token, and the names of the mixers that they belong to."""
     table = torch.zeros(0, 1, dtype=torch.int32, device=model.device)
     pages = PageTable(table, 0, PAGE_TOKENS)
-    shorter, longer = (model.init_paged_state(n, pages) for n in (_UNBOUNDED, _UNBOUNDED + 1))
+    shorter, longer = (_initial_state(model, n, pages) for n in (_UNBOUNDED, _UNBOUNDED + 1))
     names: dict[str, None] = {}
     is_cache: list[bool] = []
     for layer, *states in zip(model.stack.layers, shorter.layers, longer.layers, strict=True):

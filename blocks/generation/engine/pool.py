@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
 from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, DraftRows, PassBuffers
-from deltazoo.blocks.generation.engine.pages import RowStates, tensors_of
-from deltazoo.blocks.generation.engine.prefix_tree import Node, Snapshot
+from deltazoo.blocks.generation.engine.pages import PageAllocator, RowStates, tensors_of
+from deltazoo.blocks.generation.engine.prefix_tree import Node, PrefixTree, Snapshot
 from deltazoo.blocks.generation.engine.request import Continuation, Request
 from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, RowSampling
 from deltazoo.blocks.generation.philox import uniforms
@@ -35,6 +35,7 @@ class Job:
         prompt: its tokens [T] on the CPU.
         node: its node in the prefix tree, if there is one.
         seed: of its random numbers.
+        longest: most tokens that its caches hold.
         read: tokens of the prompt that its state includes.
         pages: those of its caches, which hold its tokens in this order.
         drawn: tokens that the device has been told to draw, which may be more than have arrived. Accepted drafts count
@@ -46,6 +47,7 @@ class Job:
     number: int
     prompt: Tensor
     seed: int
+    longest: int
     node: Node | None = None
     read: int = 0
     pages: list[int] = field(default_factory=list)
@@ -242,6 +244,21 @@ class Pool:
                 row[:, : snapshot.length].copy_(saved)
         whole = [not is_cache for is_cache in of_caches]
         torch._foreach_copy_(_where(state, whole), _where(snapshot.tensors, whole))
+
+
+def grant_pages(job: Job, snapshot: Snapshot | None, pages: PageAllocator, prefixes: PrefixTree | None) -> bool:
+    """Give a job all pages that it may need, of which it shares the full ones of a snapshot.
+
+    Returns: False if too few are free, also without the snapshots that no request uses.
+    """
+    shared = () if snapshot is None else snapshot.pages[: pages.full(snapshot.length)]
+    needed = pages.pages_of(job.longest) - len(shared)
+    pages.share(shared)
+    if needed > pages.free and (prefixes is None or not prefixes.make_room(needed)):
+        pages.release(shared)
+        return False
+    job.pages = [*shared, *pages.take(needed)]
+    return True
 
 
 def _rows(tensors: list[Tensor], row: int) -> list[Tensor]:

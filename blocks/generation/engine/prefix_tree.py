@@ -16,6 +16,8 @@ from deltazoo.blocks.generation.engine.pages import PageAllocator
 
 LEAST_SHARED = 16  # tokens that a snapshot must save to be worth its memory
 SPACING = 512  # tokens between two snapshots of one prompt where no other prompt has parted from it yet
+MEMORY_SHARE = 1 / 8  # of a CUDA device that snapshots take by default
+MEMORY_BYTES = 2**28  # on other devices
 _clock = itertools.count()
 
 
@@ -215,6 +217,13 @@ class PrefixTree:
                 return
             del parent.children[int(node.edge[0])]
             node = parent
+
+
+def default_limit(device: torch.device) -> int:
+    """Return the memory that snapshots take by default."""
+    if device.type != "cuda":
+        return MEMORY_BYTES
+    return int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 def _pages(node: Node) -> tuple[int, ...]:
