@@ -198,8 +198,10 @@ class PrefixTree:
         snapshot = node.snapshot
         assert snapshot is not None
         self._held.subtract(snapshot.pages)
-        self.bytes -= snapshot.bytes + sum(not self._held[page] for page in snapshot.pages) * self._page_bytes
-        self._held = +self._held  # without the pages of no snapshot
+        given_up = [page for page in snapshot.pages if not self._held[page]]
+        for page in given_up:
+            del self._held[page]
+        self.bytes -= snapshot.bytes + len(given_up) * self._page_bytes
         if self._pages is not None:
             self._pages.release(snapshot.pages)
         node.snapshot = None
