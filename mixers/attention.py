@@ -198,7 +198,7 @@ class AttentionMixer(Mixer):
     def init_paged_state(self, capacity: int, pages: PageTable) -> KVCache | PagedCache:
         """Return an empty cache in pages; with a window, or where nothing attends to pages, that of `init_state`."""
         like = activation_like(self.out, self)
-        q = like.new_empty(0, 0, self.heads, self.head_width)
+        q = like.new_empty(1, 1, 1, self.head_width)
         if self.window is not None or page_refusals(q, pages.slots):
             return self.init_state(len(pages.table), capacity)
         return empty_pages(pages, self.key_value_heads, self.head_width, like)

@@ -70,6 +70,8 @@ def _kernel_refusals(q: Tensor, slots: int) -> list[str]:
 def _plain(*arguments: object) -> Tensor:
     """Compute the operator on a CPU, by the lengths of the sequences."""
     call = PagedCall(*arguments)  # type: ignore[arg-type]
+    if not call.q.numel():
+        return torch.empty_like(call.q)
     if call.cu_seqlens is None:
         o = _attend_rows(call)
     else:

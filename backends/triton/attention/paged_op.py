@@ -76,7 +76,7 @@ def _launch(call: PagedCall) -> Tensor:
 
     x, (B, T), S = Operands.of(call.q, call.k, call.v, call.cu_seqlens), call.q.shape[:2], call.k_pages.shape[1]
     (H, G, E), packed, device = x.heads, call.cu_seqlens is not None, device_spec(device_of(call.q).index)
-    config = launch_of("forward", E, call.q.dtype, device.shared_memory)
+    config = launch_of("pages", E, call.q.dtype, device.shared_memory)
     group = power_of_two(H // G)
     rows = min(config.queries, max(16, power_of_two(T * group)))
     tokens, keys = max(1, rows // group), max(16, min(config.keys, S))
