@@ -24,6 +24,7 @@ _INTERFACES = [
 _PARTS = {
     "gates.beta": ["Beta", "ChannelBeta"],
     "attention.caches": ["KVCache"],
+    "attention.pages": ["CachePages", "PagedCache"],
     "ssm.complex_decays": ["LRUDecay", "S5Decay"],
     "ssm.complex_states": ["ComplexConjugate", "FromRotatingFrame", "ToRotatingFrame"],
     "memory.conjugate_gradient": ["ConjugateGradientSolve"],

@@ -15,6 +15,8 @@ from deltazoo.mixers.core.part import StatelessOutputPart as StatelessOutputPart
 from deltazoo.mixers.core.part import init_normal as init_normal
 from deltazoo.mixers.core.part import projection as projection
 from deltazoo.mixers.parts.attention.caches import KVCache as KVCache
+from deltazoo.mixers.parts.attention.pages import CachePages as CachePages
+from deltazoo.mixers.parts.attention.pages import PagedCache as PagedCache
 from deltazoo.mixers.parts.attention.slot_attention import GatedSlots as GatedSlots
 from deltazoo.mixers.parts.attention.slot_attention import RoutedSlots as RoutedSlots
 from deltazoo.mixers.parts.attention.slot_attention import SlotKeyPass as SlotKeyPass

@@ -1,4 +1,4 @@
-"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix]...
+"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix | drafts]...
 
 bf16, random weights, greedy. Prints rows of
 
@@ -7,6 +7,8 @@ serve: tokens per second of 512 requests with prompts of 64 to 2,048 tokens and 
     in 64 slots, against static batches of 64 of the same requests by `generate_tokens` (the first BATCHES batches).
 prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens and suffixes of up to 128 read,
     submitted together and one after the other, and the seconds, with and without reuse.
+drafts: passes with three drafts against plain steps of as many requests, with 3 and 4 tokens per pass forced; then
+    texts that repeat themselves, of 1 and 8 requests, whose drafts are looked up.
 few: serve with 128 requests and one batch.
 warm: only few tokens of each, to fill the caches of compilers.
 
@@ -25,8 +27,10 @@ import torch
 import deltazoo
 from deltazoo import Engine, Sampling
 from deltazoo.blocks import Decoder, generate_tokens
+from deltazoo.blocks.generation.engine import pool, row_sampling
 
 SLOTS, REQUESTS, BATCHES = 64, 512, 2
+DRAFTED = 3
 CACHE = SLOTS * 4608
 
 
@@ -134,6 +138,70 @@ def prefix(model, engine, shared, count):
         row("prefix", name, f"{read} of {whole} tokens read, {whole / read:.1f}x less", f"{taken:.3f} s")
 
 
+def steady(engine, model, requests):
+    """Start requests, and step until all of them decode."""
+    rng = random.Random(0)
+    started = [engine.submit(tokens(rng, model, 16), Sampling(temperature=0, max_tokens=1000)) for _ in range(requests)]
+    while len(engine._decoding) < requests:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    return started
+
+
+def step_seconds(engine, model, requests, count):
+    started = steady(engine, model, requests)
+    taken = seconds(lambda: [engine.step() for _ in range(count)]) / count
+    for request in started:
+        engine.cancel(request)
+    run(engine)
+    return taken
+
+
+def drafts(model, count, sizes=(1, 4, 16, 64)):
+    pool.MOST_TOKENS = 4 * SLOTS
+    plain, engine = engine_of(model, prefix_bytes=0), engine_of(model, prefix_bytes=0, speculate=DRAFTED)
+    looked_up(model, plain, engine, 4 * count)
+    forced, accept = torch.ones(1, dtype=torch.int64, device=model.device), row_sampling.accept
+    row_sampling.accept = lambda chosen, read: (
+        accept(chosen, read) if read.shape[1] == 1 else forced.expand(len(read)).clone()
+    )
+    engine = engine_of(model, prefix_bytes=0, speculate=DRAFTED)
+    for requests in sizes:
+        alone = step_seconds(plain, model, requests, count)
+        row("drafts", f"{requests} requests", f"step {alone * 1e3:.3f} ms")
+        for kept in (3, 4):
+            forced.fill_(kept)
+            taken = step_seconds(engine, model, requests, count)
+            row("drafts", f"{requests} requests", f"pass {taken * 1e3:.3f} ms", f"{kept}: {kept * alone / taken:.2f}x")
+    row_sampling.accept = accept
+
+
+def looked_up(model, plain, engine, count):
+    """Greedy text of random weights, which repeats itself after a prompt that does."""
+    for requests in (1, 8):
+        rng, results = random.Random(3), []
+        prompts = [tokens(rng, model, 64) * 4 for _ in range(requests)]
+        for name, here in (("plain", plain), ("drafts", engine)) * 2:
+            submitted, before = [], here.counts
+
+            def work(here=here, submitted=submitted, prompts=prompts):
+                submitted += [here.submit(prompt, Sampling(temperature=0, max_tokens=count)) for prompt in prompts]
+                run(here)
+
+            taken = seconds(work)
+            passes, passed = here.counts.passes - before.passes, here.counts.passed - before.passed
+            results.append([request.tokens for request in submitted])
+            first = [
+                next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+                for a, b in zip(results[0], results[-1], strict=True)
+            ]
+            row(
+                *("lookup", f"{requests} requests", name, f"{requests * count / taken:.0f} tokens/s"),
+                *(f"{passed / max(passes, 1):.2f} tokens per pass", f"equal for {min(first)} of {count} tokens"),
+            )
+
+
 def memory():
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
@@ -142,11 +210,16 @@ def memory():
 
 def main():
     names = sys.argv[1:]
-    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix")]
+    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix", "drafts")]
     model_name = next((name for name in names if name not in work), "gated-deltanet-1.3b")
     row(torch.cuda.get_device_name(), torch.__version__, model_name)
     start = time.perf_counter()
     model = build(model_name)
+    if "drafts" in work:
+        drafts(model, 4 if "warm" in work else 50)
+    if work == ["drafts"] or set(work) == {"warm", "drafts"}:
+        row(f"{time.perf_counter() - start:.1f} s in all", memory())
+        return
     engine = engine_of(model)
     built = time.perf_counter()
     engine.warm_up()
