@@ -17,7 +17,7 @@ from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.interface import StackState, TokenModel
 
 MOST_LOOKED_UP = 4096  # last tokens of a text in which drafts are looked up
-MOST_TOKENS = 256  # of a pass; a step of more rows has no drafts, because it does not wait for the weights alone
+MOST_TOKENS = 64  # of a pass; a step of more rows has no drafts, because it does not wait for the weights alone
 _log = logging.getLogger("deltazoo")
 
 
