@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
@@ -69,20 +70,21 @@ def finished(label: str, command: list[str], gpu: int | None) -> str | None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
         environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
     log = OUT / f"{label.replace(' ', '-').replace('/', '')}.txt"
-    with log.with_suffix(".err").open("w") as errors:
+    with log.with_suffix(".err").open("w") as errors, log.open("w") as output:
+        process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=errors, env=environment)
         try:
-            done = subprocess.run(
-                [sys.executable, *command], stdout=subprocess.PIPE, stderr=errors, text=True, timeout=left(),
-                env=environment,
-            )  # fmt: skip
+            process.wait(left() - 10)
         except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its processes
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
             row(label, failed="no time left")
             return None
-    log.write_text(done.stdout)
-    if done.returncode:
+    if process.returncode:
         row(label, failed=log.with_suffix(".err").read_text().strip().splitlines()[-1:])
         return None
-    return done.stdout
+    return log.read_text()
 
 
 def bench(name: str, steps: int = 16) -> None:
