@@ -14,6 +14,7 @@ import deltazoo
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.progress import silent
 from deltazoo.blocks.checkpoints.sharded import saved_steps
+from deltazoo.blocks.data.shards import open_shards
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import DataConfig
@@ -70,8 +71,38 @@ def test_a_run_on_shards_resumes_bit_for_bit_and_refuses_changed_data(sums, tmp_
     write_shards([tmp_path / "new.jsonl"], tmp_path / "new", config, 1)
     with pytest.raises(ConfigError, match="have changed since the run was trained on them"):
         resume(tmp_path / "whole", tmp_path / "new", changes={"steps": 6})
-    with pytest.raises(ConfigError, match="trained on encoded data"):
-        deltazoo.evaluate(deltazoo.load(tmp_path / "whole"))
+    model = deltazoo.load(tmp_path / "whole", backend="reference")
+    evaluation = deltazoo.evaluate(model)
+    assert evaluation.bits_per_token == pytest.approx(whole.validation_bits, rel=1e-6)
+    assert (evaluation.is_text_of_run, evaluation.bits_per_byte) == (True, None)
+    assert not deltazoo.evaluate(model, tmp_path / "new").is_text_of_run
+
+
+def test_evaluation_on_documents_covers_them_and_counts_bytes(text, tmp_path):
+    lines = text.read_text().splitlines()
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    write_shards([tmp_path / "lines.jsonl"], tmp_path / "lines", ShardConfig(tokenizer="bytes", held_out=0.05), 1)
+    model = SPEC.build("reference").eval()
+    shards = open_shards(tmp_path / "lines", "validation")
+    row = deltazoo.evaluate(model, tmp_path / "lines", length=shards.positions, batch=1, batches=0)
+    total = 0.0
+    with torch.no_grad():
+        for number in range(shards.documents):
+            tokens = torch.from_numpy(shards.document(number))[None]
+            total += float(model.token_losses(tokens[:, :-1], tokens[:, 1:]).sum())
+    assert row.bits_per_token == pytest.approx(total / shards.positions / math.log(2), rel=1e-6)
+    evaluation = deltazoo.evaluate(model, tmp_path / "lines", length=32, batch=2, batches=0)  # rows end documents
+    assert evaluation.tokens == row.tokens == shards.positions
+    assert evaluation.bits_per_token == pytest.approx(row.bits_per_token, rel=2e-2)
+    assert evaluation.bits_per_byte == pytest.approx(
+        evaluation.bits_per_token * evaluation.tokens / shards.text_bytes, rel=1e-12
+    )
+    assert " per byte, on " in evaluation.line()
+    write_shards([tmp_path / "lines.jsonl"], tmp_path / "all", ShardConfig(tokenizer="bytes"), 1)
+    with pytest.raises(
+        ConfigError, match=f"^{tmp_path / 'all'} has no held-out documents: encode them with --held-out"
+    ):
+        train(tmp_path / "all", CONFIG)
 
 
 def test_only_answers_have_a_loss_and_accumulated_steps_equal_one_pass(sums, tmp_path):
