@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -265,3 +266,25 @@ def test_what_would_fail_later_fails_before_the_first_step(sums, text, tmp_path,
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
     with pytest.raises(ConfigError, match="vocab must be at least 256 to train on these data, got 100"):
         train(sums, CONFIG, spec=small)
+
+
+def test_tensorboard_gets_every_figure_of_a_point(text, tmp_path):
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training = train(text, changed(logging__tensorboard=True, logging__groups=True), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = {event.step: event.value for event in events.Scalars("validation_bits")}
+    assert losses == pytest.approx({point.step: point.validation_bits for point in training.points})
+    assert events.Scalars("gradient_norms/layer 1")[-1].value == pytest.approx(
+        training.points[-1].gradient_norms["layer 1"]
+    )
+
+
+def test_without_tensorboard_a_run_that_wants_it_is_refused_in_a_sentence(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        ConfigError, match=r"^logging\.tensorboard needs the package tensorboard: pip install tensorboard$"
+    ):
+        train(text, changed(logging__tensorboard=True), tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == []
