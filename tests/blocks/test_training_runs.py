@@ -25,6 +25,7 @@ from deltazoo.blocks.training.run import Run
 from deltazoo.blocks.training.source import Place, Rows, ShardSource, open_source
 from deltazoo.blocks.training.step import Stepper
 from deltazoo.blocks.training.tasks import resume
+from deltazoo.blocks.training.watching import recurrent_statistics
 
 CONFIG = training_cases.changed(
     training_cases.CONFIG, steps=4, batch__rows=4, batch__length=16, schedule__warmup=0, evaluation__every=2,
@@ -288,3 +289,22 @@ def test_without_tensorboard_a_run_that_wants_it_is_refused_in_a_sentence(text, 
     ):
         train(text, changed(logging__tensorboard=True), tmp_path / "run")
     assert saved_steps(tmp_path / "run") == []
+
+
+def test_watched_statistics_are_those_of_the_gates_and_states():
+    torch.manual_seed(0)
+    model, tokens = SPEC.build("reference").double(), torch.randint(256, (2, 12))
+    layer = model.stack.layers[0]
+    gate = layer.mixers[0].operands.decay
+    with torch.no_grad():
+        gate.proj.weight.mul_(20)  # decays from 0 to 1
+        rate = torch.nn.functional.softplus(gate.proj(layer.norm(model.embedding(tokens))) + gate.dt_bias)
+        decay = (-gate.A_log.exp() * rate).exp()
+        state = model.features(tokens, model.init_state(2, 12))[1].layers[0][0]["gated_deltanet.update"]
+    found = recurrent_statistics(model, tokens)["layer 0"]
+    expected = {
+        "decay_mean": decay.mean(), "decay_min": decay.min(), "decay_max": decay.max(),
+        "forgets": (decay < 0.5).double().mean(), "state_rms": state.square().mean().sqrt(),
+    }  # fmt: skip
+    assert 0 < float(expected["forgets"]) < 1
+    assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
