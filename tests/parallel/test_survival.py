@@ -1,5 +1,7 @@
 """1,000 steps on real text, killed at random moments and resumed, equal a run that nothing disturbs.
 
+At twice the learning rate rounding errors of float64 grow to 1e-3 within 400 steps, also between two undisturbed runs.
+
 python -m pytest -m slow tests/parallel/test_survival.py; -s prints what happened. DELTAZOO_SEED draws other moments.
 """
 
@@ -106,7 +108,7 @@ def undisturbed(data: Path, setting: Setting, folder: Path) -> tuple[Path, list[
     arguments = [
         str(data / "stack.yaml"), "--text", str(data / "shards"), "--batch", str(ROWS), "--length", "32",
         "--steps", str(STEPS), "--every", "50", "--set", "checkpoint.every=20", "--set", "evaluation.batches=2",
-        "--no-compile", "--precision", setting.precision, "--lr", "0.01", "--set", "parallel.timeout=60",
+        "--no-compile", "--precision", setting.precision, "--lr", "0.001", "--set", "parallel.timeout=60",
     ]  # fmt: skip
     shape = ("--gpus", str(setting.processes[0]), "--set", f"batch.micro_rows={setting.micro_rows[-1]}")
     attempt = Attempt([*arguments, "--out", str(folder / "run"), *shape], folder / "rows")
