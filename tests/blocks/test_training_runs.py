@@ -147,12 +147,24 @@ def test_muon_updates_the_matrices_of_layers_only_and_resumes(text, tmp_path):
     train(text, config, tmp_path / "parts", until=1)
     assert resume(tmp_path / "parts", progress=silent).validation_bits == whole.validation_bits
     optimizer = Optimizer(SPEC.build("reference"), config.optimizer, sharded=False)
-    muon = {id(x) for group in optimizer.parts[1].param_groups for x in group["params"]}
-    names = {weight.name for weight in optimizer.weights if id(weight.updated) in muon}
+    muon = [part for part in optimizer.parts if isinstance(part.optimizer, torch.optim.Muon)]
+    names = {weight.name for part in muon for weight in part.weights}
     assert "stack.layers.0.mlp.out.weight" in names
     assert not [name for name in names if "embedding" in name or "norm" in name or "conv" in name]
     with pytest.raises(ConfigError, match=r"optimizer\.name muon needs whole matrices"):
         Optimizer(SPEC.build("reference"), config.optimizer, sharded=True)
+
+
+def test_weights_that_are_updated_in_parts_equal_those_of_one_update(text, tmp_path, monkeypatch):
+    config = changed(precision="bfloat16")
+    train(text, config, tmp_path / "whole")
+    monkeypatch.setattr("deltazoo.blocks.training.optimizer._AT_ONCE", 300)
+    model = SPEC.build("reference").bfloat16()
+    assert 4 < len(Optimizer(model, config.optimizer, sharded=False).parts) < len(list(model.parameters()))
+    train(text, config, tmp_path / "parts", until=2)
+    resume(tmp_path / "parts", progress=silent)
+    expected, actual = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
 
 
 def test_rates_scale_the_steps_of_the_named_parameters(text, tmp_path):
