@@ -1,0 +1,304 @@
+"""Memories of one layer that differ in k, v and gates, and have the query and everything after the mixture in common.
+
+B batch, T time, D width, M memories, A assignments of tokens to memories, N sequences: the B rows, or packed ones,
+C channels, HV value heads, K key width, V value width
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from deltazoo.backends.ops.short_conv import ConvPart, apply_silu_and_norm
+from deltazoo.backends.torch_ext.gather import gather_rows
+from deltazoo.backends.update.base import Backend, UpdateInputs
+from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.backends.update.varlen import sequence_index
+from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.grouped_linear import GroupedLinear
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.named_tensors import NamedTensors
+from deltazoo.mixers.core.part import (
+    HasBackend,
+    HeadShape,
+    LinearPart,
+    Parts,
+    Stateful,
+    StatelessOutputPart,
+    project_jointly,
+)
+from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.memory.token_pack import TokenPack
+from deltazoo.mixers.parts.projections import QKVProjection, split_heads
+
+
+class Sizes(NamedTuple):
+    """memories: M; one_map: whether the memories also share the maps to k, v and gates."""
+
+    memories: int
+    one_map: bool
+
+
+def joint_refusal(parts: Parts) -> str | None:
+    """Return why memories with these parts cannot have a query and output in common, or None."""
+    if not isinstance(parts.projection, QKVProjection) or not parts.projection.keys:
+        return "needs a memory with one map to q, k and v"
+    if parts.projection.conv is not None and parts.projection.unconvolved:
+        return "needs a memory that convolves all of q, k and v, or nothing"
+    if parts.skip is not None or not all(isinstance(part, StatelessOutputPart) for part in parts.outputs.values()):
+        return "needs a memory whose output depends on its state and the token alone"
+    if not all(isinstance(part, LinearPart) and not isinstance(part, Stateful) for part in parts.operands.values()):
+        return "needs a memory whose gates are linear maps"
+    return None
+
+
+class JointMemories(nn.Module):
+    """y_t = W_o outputs(sum over the memories m of token t of p_tm S_m,t^T q_m,t).
+
+    q = W_q x for all memories; each has its own W_kv and maps of the gates. A memory processes its own tokens, as one
+    sequence. The convolution, and the rates and biases of the gates, are those of all memories.
+
+    Args: parts: those of one memory, without a `joint_refusal`; sizes: their number, and what they share.
+    State: "q" and "kv", the inputs of the convolution [N, M, taps - 1, C]; "NAME.update", [N, M, HV, K, V].
+    """
+
+    def __init__(
+        self, shape: HeadShape, spec: UpdateSpec, parts: Parts, sizes: Sizes, name: str, backend: str | Backend | None
+    ) -> None:
+        super().__init__()
+        project = parts.projection
+        assert isinstance(project, QKVProjection)
+        self.update_key, self.shape, self.sizes = f"{name}.update", shape, sizes
+        conv_parts = list(project.unconvolved if project.conv is None else project.conv.parts)
+        streams = {"q": conv_parts[:1], "kv": conv_parts[1:]}
+        channels = {stream: sum(part.channels for part in pieces) for stream, pieces in streams.items()}
+        self.to_q = nn.Linear(shape.width, channels["q"], bias=False)
+        self.to_kv = GroupedLinear(1 if sizes.one_map else sizes.memories, shape.width, channels["kv"])
+        self.convs = nn.ModuleDict({stream: Convolution(project.conv, pieces) for stream, pieces in streams.items()})
+        self.operands = nn.ModuleDict(parts.operands)
+        for part in parts.operands.values():
+            assert isinstance(part, LinearPart)
+            if not sizes.one_map:
+                part.proj = nn.ModuleList(copy.deepcopy(part.proj) for _ in range(sizes.memories))
+        self.update = Update(spec, parts.update_shape(shape), backend)
+        self.outputs = nn.ModuleDict(parts.outputs)
+        self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
+        self.reset_parameters()
+        for module in self.modules():
+            if isinstance(module, HasBackend):
+                module.rebind(backend, torch.empty(0))
+
+    def reset_parameters(self) -> None:
+        """Draw the maps of the gates, which are copies of one."""
+        for part in self.operands.values():
+            for module in part.proj.modules() if isinstance(part.proj, nn.ModuleList) else ():
+                if isinstance(module, nn.Linear):
+                    module.reset_parameters()
+
+    @property
+    def common_weights(self) -> int:
+        """Number of weights of the linear maps that all memories have in common."""
+        own = [self.to_kv, *self.operands.values()]
+        maps = [self.to_q, self.out, *self.outputs.values(), *(own if self.sizes.one_map else ())]
+        linear = (m for part in maps for m in part.modules() if isinstance(m, nn.Linear | GroupedLinear))
+        return sum(m.weight.numel() for m in linear)
+
+    @property
+    def own_parameters(self) -> int:
+        """Number of parameters of a memory that the others do not have."""
+        if self.sizes.one_map:
+            return 0
+        gates = sum(p.numel() for part in self.operands.values() for p in part.proj.parameters())
+        return (self.to_kv.weight.numel() + gates) // self.sizes.memories
+
+    def init_state(self, batch: int) -> NamedTensors:
+        """Return the states of all memories before the first token."""
+        like = activation_like(self.out, self)
+        state = {self.update_key: self.update.init_state(batch, like).unsqueeze(1)}
+        for name, conv in self.convs.items():
+            if conv.conv is not None:
+                state[name] = conv.conv.init_state(batch, like).unsqueeze(1)
+        return NamedTensors({name: y.repeat_interleave(self.sizes.memories, 1) for name, y in state.items()})
+
+    def forward(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        """Return y [B, T, D], and the new state, for the tokens x [B, T, D] and their memories."""
+        layout: Layout = PackedLayout(pack) if self._takes_packs(x) else PaddedLayout(pack, x.shape[1])
+        old = {name: pack.with_extra(_by_memory(y)) for name, y in (state or {}).items()}
+        inputs, new = self._operands(x, pack, old, layout)
+        o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), layout.context)
+        y = self._outputs(pack.mix(layout.to_pack(o.flatten(2))), x)
+        if state is None:
+            return y, None
+        M, N = pack.sizes
+        rows = {name: new[name][: M * N].view(M, N, *new[name].shape[1:]).transpose(0, 1) for name in state}
+        return y, NamedTensors({name: write_back(state[name], y) for name, y in rows.items()})
+
+    def step_(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor]) -> Tensor:
+        """Decode one token per row, x [B, 1, D], and update the states of its memories in place. Returns y."""
+        M, N = pack.sizes
+        count = pack.order.shape[0] // N
+        slots = rows = pack.order // count * M + pack.rows.mixer  # of the states [N M, ...]
+        pools = {name: y.view(N * M, *y.shape[2:]) for name, y in state.items()}
+        histories = {name: pool.index_select(0, rows) for name, pool in pools.items() if name != self.update_key}
+        layout = StepLayout()
+        inputs, new = self._operands(x, pack, {name: y.clone() for name, y in histories.items()}, layout)
+        if pack.real is not None:
+            real_A = pack.real.flatten()[pack.order // count]
+            new = {name: torch.where(real_A[:, None, None], y, histories[name]) for name, y in new.items()}
+            slots = torch.where(real_A, slots, -1)
+        for name, history in new.items():
+            pools[name].index_copy_(0, rows, history)
+        o = self.update.bound.step_(inputs, pools[self.update_key], slots)
+        return self._outputs(pack.mix(layout.to_pack(o.flatten(2))), x)
+
+    def _takes_packs(self, x: Tensor) -> bool:
+        return x.shape[0] > 0 and x.shape[1] > 0 and self.update.takes_packs(x)
+
+    def _operands(
+        self, x: Tensor, pack: TokenPack, old: Mapping[str, Tensor], layout: "Layout"
+    ) -> tuple[UpdateInputs, dict[str, Tensor]]:
+        """Return the operands, and the new states of the convolutions, in a layout."""
+        if self.sizes.one_map:
+            kv = pack.tokens(x @ self.to_kv.weight[0].mT)
+        else:
+            kv = self.to_kv(pack.tokens(x)[0], pack.rows.ends)[None]
+        channels = {"q": pack.tokens(self.to_q(x)), "kv": kv}
+        streams: list[Tensor] = []
+        new = {}
+        for name, conv in self.convs.items():
+            pieces, history = conv(layout.of_pack(channels[name]), old.get(name), layout.context)
+            streams += pieces
+            if history is not None:
+                new[name] = history
+        inputs = split_heads(*streams, self.shape)
+        for name, raw in self._gates(x, pack).items():
+            part = self.operands[name]
+            assert isinstance(part, LinearPart)
+            inputs = part.prepare(layout.of_pack(raw), inputs)
+        return inputs, new
+
+    def _gates(self, x: Tensor, pack: TokenPack) -> dict[str, Tensor]:
+        """Return the outputs of the maps of the gates for the memory of each assignment, [1, A, ...]."""
+        maps = {
+            name: list(part.proj) if not self.sizes.one_map else [part.proj] for name, part in self.operands.items()
+        }
+        flat = {f"{name} {m}": layer for name, layers in maps.items() for m, layer in enumerate(layers)}
+        joint = project_jointly(x, flat)
+        gates = {}
+        for name, layers in maps.items():
+            keys = [f"{name} {m}" for m in range(len(layers))]
+            raw_BTMC = torch.stack([joint[key] if key in joint else flat[key](x) for key in keys], 2)
+            if self.sizes.one_map:
+                gates[name] = pack.tokens(raw_BTMC[:, :, 0])
+                continue
+            is_chosen_BTKM = pack.memory[..., None] == torch.arange(len(layers), device=x.device)
+            gates[name] = pack.assignments(torch.where(is_chosen_BTKM[..., None], raw_BTMC[:, :, None], 0.0).sum(3))
+        return gates
+
+    def _outputs(self, o_BTC: Tensor, x: Tensor) -> Tensor:
+        """Apply the output parts and the output map to the mixture."""
+        o = rearrange(o_BTC, "b t (h v) -> b t h v", h=self.shape.value_heads)
+        parts = list(self.outputs.values())
+        while parts:
+            part = parts.pop(0)
+            assert isinstance(part, StatelessOutputPart)
+            both = part.transform_with(parts[0], o, x) if parts else None
+            if both is not None:
+                o = both
+                parts.pop(0)
+            else:
+                o = part.transform(o, x)
+        return self.out(o.flatten(2))
+
+
+class Layout(ABC):
+    """How the rows of a pack [1, A, C] are given to the convolution and the update."""
+
+    context: Context
+
+    @abstractmethod
+    def of_pack(self, x_1AC: Tensor) -> Tensor:
+        """Return the rows in this layout."""
+
+    @abstractmethod
+    def to_pack(self, x: Tensor) -> Tensor:
+        """Return the rows [1, A, C]."""
+
+
+class PackedLayout(Layout):
+    """The pack itself."""
+
+    def __init__(self, pack: TokenPack) -> None:
+        self.context = pack.context
+
+    def of_pack(self, x_1AC: Tensor) -> Tensor:
+        return x_1AC
+
+    def to_pack(self, x: Tensor) -> Tensor:
+        return x
+
+
+class StepLayout(Layout):
+    """A row of a batch for each assignment, [A, 1, C]: a token is decoded."""
+
+    context = Context()
+
+    def of_pack(self, x_1AC: Tensor) -> Tensor:
+        return x_1AC.transpose(0, 1)
+
+    def to_pack(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+class PaddedLayout(Layout):
+    """A row of a batch for each sequence of the pack, padded to the T tokens of x: for backends without packs."""
+
+    def __init__(self, pack: TokenPack, T: int) -> None:
+        count, A = pack.bounds.shape[0] - 1, pack.order.shape[0]
+        bounds, sequence_A = pack.bounds.long(), sequence_index(pack.bounds, A)
+        row_A = torch.arange(A, device=bounds.device)
+        k = pack.weight.shape[2]
+        self.T = T if pack.real is None else T * k  # the sequence of padded tokens has k assignments of a token
+        self.slot_A = sequence_A * self.T + row_A - bounds[sequence_A]
+        self.row_S = row_A.new_full((count * self.T,), A).scatter(0, self.slot_A, row_A)
+        mask = torch.arange(self.T, device=bounds.device) < bounds.diff()[:, None]
+        self.context = Context(mask=mask)
+
+    def of_pack(self, x_1AC: Tensor) -> Tensor:
+        x = gather_rows(x_1AC[0], self.row_S, self.slot_A, True)
+        return torch.unflatten(x, 0, (-1, self.T)) if self.T else x[None, :0]
+
+    def to_pack(self, x: Tensor) -> Tensor:
+        return gather_rows(x.flatten(0, 1), self.slot_A, self.row_S, True)[None]
+
+
+class Convolution(nn.Module):
+    """The convolution, SiLU and norms of some channels; without a convolution the others alone.
+
+    Args: like: gives the taps and the bias; parts: of the channels.
+    """
+
+    def __init__(self, like: ShortConv | None, parts: list[ConvPart]) -> None:
+        super().__init__()
+        self.parts, self.conv = parts, None
+        if like is not None:
+            bias = "uniform" if like.uniform_bias else like.bias is not None
+            channels = sum(part.channels for part in parts)
+            self.conv = ShortConv(channels, like.weight.shape[1], bias, parts, std=like.std)
+
+    def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        if self.conv is None:
+            return tuple(apply_silu_and_norm(x, self.parts)), None
+        return call_part(self.conv, x, state, context)
+
+
+def _by_memory(state: Tensor) -> Tensor:
+    """Return states [N, M, ...] as rows [M N, ...], ordered by memory."""
+    return state.transpose(0, 1).flatten(0, 1)
