@@ -180,17 +180,16 @@ class Router(nn.Module):
 class JointMoMMixer(Mixer, Routed):
     """Module of `MoM` whose memories have parts in common: causal and isolated across sequences.
 
-    Shapes are static and no token is dropped. The k T tokens of all memories and the T tokens of the shared one are one
-    pack, in which each memory has a sequence for each sequence of x. State: see `JointMemories`; the shared memory is
-    the last one.
+    Shapes are static and no token is dropped. The k T tokens of the memories are one pack, in which each memory has a
+    sequence for each sequence of x; the shared memory processes x itself. State: see `JointMemories`.
     """
 
     def __init__(self, config: MoM, width: int, place: Place, backend: str | Backend | None) -> None:
         super().__init__()
         assert isinstance(config.memory, UpdateConfig)
         memory, shape = config.memory, config.memory.shape(width).validated()
-        sizes = Sizes(config.memories + config.shared, config.sharing == "all")
-        self.width, self.memories, self.has_shared = width, config.memories, config.shared
+        sizes = Sizes(config.memories, config.shared, config.sharing == "all")
+        self.width = width
         self.router = Router(config, width)
         self.joint = JointMemories(shape, memory.spec(), memory.parts(shape, place), sizes, memory.name, backend)
 
@@ -199,7 +198,7 @@ class JointMoMMixer(Mixer, Routed):
 
     @property
     def unused_parameters(self) -> int:
-        return (self.memories - self.router.active) * self.joint.own_parameters
+        return (self.joint.sizes.memories - self.router.active) * self.joint.own_parameters
 
     def init_state(self, batch: int, capacity: int | None = None) -> NamedTensors:
         """Return the states of all memories. Their sizes do not depend on `capacity`."""
@@ -214,15 +213,13 @@ class JointMoMMixer(Mixer, Routed):
             check_dtypes(state, {self.joint.update_key: state_dtype(x_BTD.dtype)}, x_BTD)
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         routes = Routes(*self.router(x_BTD, context))
-        order_BTK, weight_BTK = routes.order, routes.weight.gather(-1, routes.order)
-        if self.has_shared:
-            order_BTK, weight_BTK = with_memory_of_all(order_BTK, weight_BTK, self.memories)
-        pack = TokenPack.of(order_BTK, weight_BTK, self.memories + self.has_shared, context)
+        weight_BTK = routes.weight.gather(-1, routes.order)
+        pack = TokenPack.of(routes.order, weight_BTK, self.joint.sizes.memories, context)
         is_step = x_BTD.shape[1] == 1 and context.cu_seqlens is None and not torch.is_grad_enabled()
         if state is not None and is_step and x_BTD.shape[0]:
             y_BTD = self.joint.step_(x_BTD, pack, state)
         else:
-            y_BTD, state = self.joint(x_BTD, pack, state)
+            y_BTD, state = self.joint(x_BTD, pack, state, context._replace(values=None))
         return MixerOutput(undo_left_align(y_BTD, order), state, routes.side)
 
 

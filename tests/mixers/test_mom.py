@@ -80,7 +80,7 @@ def joint_by_tokens(mixer: JointMoMMixer, x: Tensor) -> Tensor:
     taps = torch.cat([joint.convs["q"].conv.weight, joint.convs["kv"].conv.weight])
     rows = []
     for b in range(x.shape[0]):
-        S = [x.new_zeros(H, K, V) for _ in range(joint.sizes.memories)]
+        S = [x.new_zeros(H, K, V) for _ in range(joint.sizes.total)]
         history = [[x.new_zeros(len(taps))] * 3 for _ in S]
         for token in x[b]:
             p = torch.softmax(mixer.router.weight @ token, 0)
@@ -88,7 +88,7 @@ def joint_by_tokens(mixer: JointMoMMixer, x: Tensor) -> Tensor:
             weight = {m: p[m] / sum(p[i] for i in chosen) for m in chosen} | {len(p): 1.0}
             mixture = 0.0
             for m, w in weight.items():
-                kv_map = joint.to_kv.weight[0 if one_map else m]
+                kv_map = joint.to_kv.weight[0] if one_map else [*joint.to_kv.weight, joint.shared_kv.weight][m]
                 window = [*history[m], torch.cat([joint.to_q.weight @ token, kv_map @ token])]
                 history[m] = window[1:]
                 q, k, v = F.silu((torch.stack(window, 1) * taps).sum(1)).split([H * K, H * K, H * V])

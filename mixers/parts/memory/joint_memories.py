@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.grouped import grouped_linear_of_copies
 from deltazoo.backends.ops.short_conv import ConvPart, apply_silu_and_norm
 from deltazoo.backends.torch_ext.gather import gather_rows
 from deltazoo.backends.update.base import Backend, UpdateInputs
@@ -40,10 +42,19 @@ from deltazoo.mixers.parts.projections import QKVProjection, split_heads
 
 
 class Sizes(NamedTuple):
-    """memories: M; one_map: whether the memories also share the maps to k, v and gates."""
+    """memories: M, without the shared one; shared: whether there is one, which processes every token.
+
+    one_map: whether the memories also have the maps to k, v and gates in common.
+    """
 
     memories: int
+    shared: bool
     one_map: bool
+
+    @property
+    def total(self) -> int:
+        """Number of memories with the shared one."""
+        return self.memories + self.shared
 
 
 def joint_refusal(parts: Parts) -> str | None:
@@ -66,7 +77,8 @@ class JointMemories(nn.Module):
     sequence. The convolution, and the rates and biases of the gates, are those of all memories.
 
     Args: parts: those of one memory, without a `joint_refusal`; sizes: their number, and what they share.
-    State: "q" and "kv", the inputs of the convolution [N, M, taps - 1, C]; "NAME.update", [N, M, HV, K, V].
+    State: "q" and "kv", the inputs of the convolution [N, M, taps - 1, C]; "NAME.update", [N, M, HV, K, V]. M counts
+    the shared memory, which processes all tokens and comes last.
     """
 
     def __init__(
@@ -81,12 +93,15 @@ class JointMemories(nn.Module):
         channels = {stream: sum(part.channels for part in pieces) for stream, pieces in streams.items()}
         self.to_q = nn.Linear(shape.width, channels["q"], bias=False)
         self.to_kv = GroupedLinear(1 if sizes.one_map else sizes.memories, shape.width, channels["kv"])
+        self.shared_kv = None
+        if sizes.shared and not sizes.one_map:
+            self.shared_kv = nn.Linear(shape.width, channels["kv"], bias=False)
         self.convs = nn.ModuleDict({stream: Convolution(project.conv, pieces) for stream, pieces in streams.items()})
         self.operands = nn.ModuleDict(parts.operands)
         for part in parts.operands.values():
             assert isinstance(part, LinearPart)
             if not sizes.one_map:
-                part.proj = nn.ModuleList(copy.deepcopy(part.proj) for _ in range(sizes.memories))
+                part.proj = nn.ModuleList(copy.deepcopy(part.proj) for _ in range(sizes.total))
         self.update = Update(spec, parts.update_shape(shape), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
@@ -116,7 +131,7 @@ class JointMemories(nn.Module):
         if self.sizes.one_map:
             return 0
         gates = sum(p.numel() for part in self.operands.values() for p in part.proj.parameters())
-        return (self.to_kv.weight.numel() + gates) // self.sizes.memories
+        return self.to_kv.weight[0].numel() + gates // self.sizes.total
 
     def init_state(self, batch: int) -> NamedTensors:
         """Return the states of all memories before the first token."""
@@ -125,82 +140,102 @@ class JointMemories(nn.Module):
         for name, conv in self.convs.items():
             if conv.conv is not None:
                 state[name] = conv.conv.init_state(batch, like).unsqueeze(1)
-        return NamedTensors({name: y.repeat_interleave(self.sizes.memories, 1) for name, y in state.items()})
+        return NamedTensors({name: y.repeat_interleave(self.sizes.total, 1) for name, y in state.items()})
 
-    def forward(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor] | None, context: Context
+    ) -> tuple[Tensor, NamedTensors | None]:
         """Return y [B, T, D], and the new state, for the tokens x [B, T, D] and their memories."""
         layout: Layout = PackedLayout(pack) if self._takes_packs(x) else PaddedLayout(pack, x.shape[1])
-        old = {name: pack.with_extra(_by_memory(y)) for name, y in (state or {}).items()}
-        inputs, new = self._operands(x, pack, old, layout)
+        (M, N), routed_state = pack.sizes, {name: y[:, : pack.sizes[0]] for name, y in (state or {}).items()}
+        old = {name: pack.with_extra(y.transpose(0, 1).flatten(0, 1)) for name, y in routed_state.items()}
+        routed, of_all = self._channels(x, pack)
+        inputs, new = self._inputs({name: layout.of_pack(y) for name, y in routed.items()}, old, layout.context)
         o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), layout.context)
-        y = self._outputs(pack.mix(layout.to_pack(o.flatten(2))), x)
-        if state is None:
-            return y, None
-        M, N = pack.sizes
-        rows = {name: new[name][: M * N].view(M, N, *new[name].shape[1:]).transpose(0, 1) for name in state}
-        return y, NamedTensors({name: write_back(state[name], y) for name, y in rows.items()})
+        mixture = pack.mix(layout.to_pack(o.flatten(2)))
+        rows = {name: new[name][: M * N].unflatten(0, (M, N)).transpose(0, 1) for name in old}
+        if self.sizes.shared:
+            old = {name: y[:, M] for name, y in (state or {}).items()}
+            inputs, new = self._inputs(of_all, old, context)
+            o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), context)
+            mixture = mixture + o.flatten(2)
+            rows = {name: torch.cat([y, new[name][:, None]], 1) for name, y in rows.items()}
+        new_state = NamedTensors({name: write_back((state or {})[name], y) for name, y in rows.items()})
+        return self._outputs(mixture, x), None if state is None else new_state
 
     def step_(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor]) -> Tensor:
         """Decode one token per row, x [B, 1, D], and update the states of its memories in place. Returns y."""
         M, N = pack.sizes
-        count = pack.order.shape[0] // N
-        slots = rows = pack.order // count * M + pack.rows.mixer  # of the states [N M, ...]
-        pools = {name: y.view(N * M, *y.shape[2:]) for name, y in state.items()}
-        histories = {name: pool.index_select(0, rows) for name, pool in pools.items() if name != self.update_key}
-        layout = StepLayout()
-        inputs, new = self._operands(x, pack, {name: y.clone() for name, y in histories.items()}, layout)
-        if pack.real is not None:
-            real_A = pack.real.flatten()[pack.order // count]
-            new = {name: torch.where(real_A[:, None, None], y, histories[name]) for name, y in new.items()}
-            slots = torch.where(real_A, slots, -1)
+        G, token_A = self.sizes.total, pack.order // pack.copies.count
+        routed, of_all = self._channels(x, pack)
+        real_B = None if pack.real is None else pack.real[:, 0]
+        pools = {name: y.view(N * G, *y.shape[2:]) for name, y in state.items()}
+        real_A = None if real_B is None else real_B[token_A]
+        rows = {name: y.transpose(0, 1) for name, y in routed.items()}
+        o = self._step_rows(rows, pools, token_A * G + pack.rows.mixer, real_A)
+        mixture = pack.mix(o.flatten(2).transpose(0, 1))
+        if self.sizes.shared:
+            slots = torch.arange(N, device=x.device) * G + M
+            mixture = mixture + self._step_rows(of_all, pools, slots, real_B).flatten(2)
+        return self._outputs(mixture, x)
+
+    def _step_rows(
+        self, channels: Mapping[str, Tensor], pools: Mapping[str, Tensor], slots: Tensor, real: Tensor | None
+    ) -> Tensor:
+        """Decode a token per row with the states in `slots` of the pools. Rows that are not real change none."""
+        old = {name: pool.index_select(0, slots) for name, pool in pools.items() if name != self.update_key}
+        inputs, new = self._inputs(channels, {name: y.clone() for name, y in old.items()}, Context())
         for name, history in new.items():
-            pools[name].index_copy_(0, rows, history)
-        o = self.update.bound.step_(inputs, pools[self.update_key], slots)
-        return self._outputs(pack.mix(layout.to_pack(o.flatten(2))), x)
+            kept = history if real is None else torch.where(real[:, None, None], history, old[name])
+            pools[name].index_copy_(0, slots, kept)
+        slots = slots if real is None else torch.where(real, slots, -1)
+        return self.update.bound.step_(inputs, pools[self.update_key], slots)
 
     def _takes_packs(self, x: Tensor) -> bool:
         return x.shape[0] > 0 and x.shape[1] > 0 and self.update.takes_packs(x)
 
-    def _operands(
-        self, x: Tensor, pack: TokenPack, old: Mapping[str, Tensor], layout: "Layout"
-    ) -> tuple[UpdateInputs, dict[str, Tensor]]:
-        """Return the operands, and the new states of the convolutions, in a layout."""
+    def _channels(self, x: Tensor, pack: TokenPack) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return q, kv and the outputs of the maps of the gates, in the rows of a pack and for the shared memory."""
+        q, gates = self.to_q(x), self._gates(x)
         if self.sizes.one_map:
-            kv = pack.tokens(x @ self.to_kv.weight[0].mT)
-        else:
-            kv = self.to_kv(pack.tokens(x)[0], pack.rows.ends)[None]
-        channels = {"q": pack.tokens(self.to_q(x)), "kv": kv}
+            kv = F.linear(x, self.to_kv.weight[0])
+            of_all = {"q": q, "kv": kv} | {name: raw[:, :, 0] for name, raw in gates.items()}
+            return {name: pack.tokens(y) for name, y in of_all.items()}, of_all
+        kv = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, self.to_kv.weight, pack.rows.ends)
+        routed = {"q": pack.tokens(q), "kv": kv[None]}
+        M, shared_kv = self.sizes.memories, None if self.shared_kv is None else self.shared_kv(x)
+        is_chosen_BTKM = pack.memory[..., None] == torch.arange(M, device=x.device)
+        for name, raw in gates.items():
+            chosen_BTKC = torch.where(is_chosen_BTKM[..., None], raw[:, :, None, :M], 0.0).sum(3)
+            routed[name] = pack.assignments(chosen_BTKC)
+        if shared_kv is None:
+            return routed, {}
+        return routed, {"q": q, "kv": shared_kv} | {name: raw[:, :, M] for name, raw in gates.items()}
+
+    def _inputs(
+        self, channels: Mapping[str, Tensor], old: Mapping[str, Tensor], context: Context
+    ) -> tuple[UpdateInputs, dict[str, Tensor]]:
+        """Return the operands of the update, and the new states of the convolutions."""
         streams: list[Tensor] = []
         new = {}
         for name, conv in self.convs.items():
-            pieces, history = conv(layout.of_pack(channels[name]), old.get(name), layout.context)
+            pieces, history = conv(channels[name], old.get(name), context)
             streams += pieces
             if history is not None:
                 new[name] = history
         inputs = split_heads(*streams, self.shape)
-        for name, raw in self._gates(x, pack).items():
-            part = self.operands[name]
+        for name, part in self.operands.items():
             assert isinstance(part, LinearPart)
-            inputs = part.prepare(layout.of_pack(raw), inputs)
+            inputs = part.prepare(channels[name], inputs)
         return inputs, new
 
-    def _gates(self, x: Tensor, pack: TokenPack) -> dict[str, Tensor]:
-        """Return the outputs of the maps of the gates for the memory of each assignment, [1, A, ...]."""
-        maps = {
-            name: list(part.proj) if not self.sizes.one_map else [part.proj] for name, part in self.operands.items()
-        }
+    def _gates(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the outputs of the maps of the gates of all memories, [B, T, M, C]."""
+        maps = {name: [part.proj] if self.sizes.one_map else [*part.proj] for name, part in self.operands.items()}
         flat = {f"{name} {m}": layer for name, layers in maps.items() for m, layer in enumerate(layers)}
         joint = project_jointly(x, flat)
-        gates = {}
-        for name, layers in maps.items():
-            keys = [f"{name} {m}" for m in range(len(layers))]
-            raw_BTMC = torch.stack([joint[key] if key in joint else flat[key](x) for key in keys], 2)
-            if self.sizes.one_map:
-                gates[name] = pack.tokens(raw_BTMC[:, :, 0])
-                continue
-            is_chosen_BTKM = pack.memory[..., None] == torch.arange(len(layers), device=x.device)
-            gates[name] = pack.assignments(torch.where(is_chosen_BTKM[..., None], raw_BTMC[:, :, None], 0.0).sum(3))
-        return gates
+        raw = {key: joint[key] if key in joint else layer(x) for key, layer in flat.items()}
+        return {name: torch.stack([raw[f"{name} {m}"] for m in range(len(maps[name]))], 2) for name in maps}
 
     def _outputs(self, o_BTC: Tensor, x: Tensor) -> Tensor:
         """Apply the output parts and the output map to the mixture."""
@@ -245,18 +280,6 @@ class PackedLayout(Layout):
         return x
 
 
-class StepLayout(Layout):
-    """A row of a batch for each assignment, [A, 1, C]: a token is decoded."""
-
-    context = Context()
-
-    def of_pack(self, x_1AC: Tensor) -> Tensor:
-        return x_1AC.transpose(0, 1)
-
-    def to_pack(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
-
-
 class PaddedLayout(Layout):
     """A row of a batch for each sequence of the pack, padded to the T tokens of x: for backends without packs."""
 
@@ -297,8 +320,3 @@ class Convolution(nn.Module):
         if self.conv is None:
             return tuple(apply_silu_and_norm(x, self.parts)), None
         return call_part(self.conv, x, state, context)
-
-
-def _by_memory(state: Tensor) -> Tensor:
-    """Return states [N, M, ...] as rows [M N, ...], ordered by memory."""
-    return state.transpose(0, 1).flatten(0, 1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.ops.grouped import group_of_row
+from deltazoo.backends.ops.grouped import Copies, group_of_row
 from deltazoo.backends.torch_ext.gather import copy_rows, gather_rows
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.grouped import Rows
@@ -66,9 +66,14 @@ class TokenPack(NamedTuple):
         """The context of the pack."""
         return Context(cu_seqlens=self.bounds)
 
+    @property
+    def copies(self) -> Copies:
+        """The copies of the tokens in the rows of the pack."""
+        return Copies(self.order, self.inverse, self.weight.shape[2])
+
     def tokens(self, x_BTC: Tensor) -> Tensor:
         """Copy the tokens to the rows of their assignments: [1, A, C]."""
-        return copy_rows(x_BTC.flatten(0, 1), self.order, self.inverse, self.weight.shape[2])[None]
+        return copy_rows(x_BTC.flatten(0, 1), *self.copies)[None]
 
     def assignments(self, x_BTKC: Tensor) -> Tensor:
         """Return values of the assignments at their rows: [1, A, C]."""
