@@ -121,8 +121,9 @@ def last(x):
 @triton.jit
 def key_products(q, k, slot, h, traits: tl.constexpr):
     """Compute k k^T and q k^T of a chunk."""
-    keys = tl.zeros([traits.C, traits.C], tl.float32)
-    queries = tl.zeros([traits.C, traits.C], tl.float32)
+    C: tl.constexpr = traits.C
+    keys = tl.zeros([C, C], tl.float32)
+    queries = tl.zeros([C, C], tl.float32)
     for start in range(0, traits.K, traits.BK):
         ks = start + tl.arange(0, traits.BK)
         k_tile = load_tile(k, slot, h, ks, traits.K, traits)
@@ -141,7 +142,7 @@ def token_weights(log_alpha, log_mu, beta, slot, h, traits: tl.constexpr):
     alpha = products(a)
     mu = products(m) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     written = strength[:, None] * mu
-    earlier = tl.dot(alpha, written, input_precision="tf32x3")
+    earlier = tl.dot(alpha, written, input_precision="tf32")
     return alpha, mu, written, earlier, a, m, strength
 
 
@@ -451,9 +452,9 @@ def momentum_gates_kernel(
     d_earlier = d_both + of_system * rate[None, :]
     d_earlier_N = d_carried + d_early
     held = tl.exp(m)
-    d_written = d_both + tl.dot(tl.trans(alpha), d_earlier, input_precision="tf32x3")
+    d_written = d_both + tl.dot(tl.trans(alpha), d_earlier, input_precision="tf32")
     d_written_N = d_carried + tl.sum(alpha * d_earlier_N[:, None], 0)
-    d_alpha = tl.dot(d_earlier, tl.trans(written), input_precision="tf32x3")
+    d_alpha = tl.dot(d_earlier, tl.trans(written), input_precision="tf32")
     d_alpha += d_earlier_N[:, None] * (strength * held)[None, :]
     store_token_gate(d_beta, tl.sum(d_written * mu, 1) + d_written_N * held, slot, h, traits)
     d_a = below_sums(d_alpha * alpha) + d_kept * tl.exp(a)

@@ -30,8 +30,8 @@ class Tiles(NamedTuple):
     gradients: int = 64
     keys: int = 64
     gradients_options: Options = Options(8, 2, most_registers(8))
-    prepare: Options = Options(4)
-    pairs: Options = Options(8, 2)
+    prepare: Options = Options(8)
+    pairs: Options = Options(8)
     gates: Options = Options(8)
     step: int = 32
 
