@@ -33,7 +33,7 @@ from deltazoo.mixers.core.sequences import (
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
 from deltazoo.mixers.families.update import UpdateConfig
-from deltazoo.mixers.parts.memory.joint_memories import JointMemories, Sizes, joint_refusal
+from deltazoo.mixers.parts.memory.joint_memories import JointMemories, JointSizes, joint_refusal
 from deltazoo.mixers.parts.memory.routing import load_balance_loss, real_tokens, z_loss
 from deltazoo.mixers.parts.memory.token_pack import TokenPack, with_memory_of_all
 
@@ -188,7 +188,7 @@ class JointMoMMixer(Mixer, Routed):
         super().__init__()
         assert isinstance(config.memory, UpdateConfig)
         memory, shape = config.memory, config.memory.shape(width).validated()
-        sizes = Sizes(config.memories, config.shared, config.sharing == "all")
+        sizes = JointSizes(config.memories, config.shared, config.sharing == "all")
         self.width = width
         self.router = Router(config, width)
         self.joint = JointMemories(shape, memory.spec(), memory.parts(shape, place), sizes, memory.name, backend)

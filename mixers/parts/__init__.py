@@ -37,6 +37,8 @@ _PARTS = {
     "gates.per_value_head": ["RepeatForValueHeads"],
     "gates.softmax_keys": ["SoftmaxKeys"],
     "gates.tempered_gates": ["ConvolvedSkip", "TemperedProjection"],
+    "memory.joint_memories": ["JointMemories", "JointSizes", "joint_refusal"],
+    "memory.token_pack": ["TokenPack"],
     "memory.log_linear": ["LogLinearUpdate"],
     "low_rank": ["LowRank", "Ranks"],
     "ssm.mamba3": ["AccumulatedRotary", "BiasedNorm", "TrapezoidalGates", "TrapezoidalRead", "TrapezoidalWrite"],

@@ -75,7 +75,7 @@ def test_mixture_of_any_mixer_equals_a_loop_over_tokens(memory: MixerConfig) -> 
 def joint_by_tokens(mixer: JointMoMMixer, x: Tensor) -> Tensor:
     """The source's layer with Gated DeltaNet, one token at a time, with the state and convolution of each memory."""
     joint, (_, H, _, K, V, _) = mixer.joint, mixer.joint.shape
-    beta_map, decay_map, decay = joint.operands["beta"].proj, joint.operands["decay"].proj, joint.operands["decay"]
+    beta_map, decay_map, decay = joint.gates["beta"], joint.gates["decay"], joint.operands["decay"]
     one_map = joint.sizes.one_map
     taps = torch.cat([joint.convs["q"].conv.weight, joint.convs["kv"].conv.weight])
     rows = []
@@ -88,13 +88,13 @@ def joint_by_tokens(mixer: JointMoMMixer, x: Tensor) -> Tensor:
             weight = {m: p[m] / sum(p[i] for i in chosen) for m in chosen} | {len(p): 1.0}
             mixture = 0.0
             for m, w in weight.items():
-                kv_map = joint.to_kv.weight[0] if one_map else [*joint.to_kv.weight, joint.shared_kv.weight][m]
-                window = [*history[m], torch.cat([joint.to_q.weight @ token, kv_map @ token])]
+                own = 0 if one_map else m
+                window = [*history[m], torch.cat([joint.to_q(token), joint.to_kv[own](token)])]
                 history[m] = window[1:]
                 q, k, v = F.silu((torch.stack(window, 1) * taps).sum(1)).split([H * K, H * K, H * V])
                 q, k = (y * (y.square().sum(1, keepdim=True) + 1e-6).rsqrt() for y in (q.view(H, K), k.view(H, K)))
-                beta = torch.sigmoid((beta_map if one_map else beta_map[m])(token))[:, None]
-                raw = (decay_map if one_map else decay_map[m])(token) + decay.dt_bias
+                beta = torch.sigmoid(beta_map[own](token))[:, None]
+                raw = decay_map[own](token) + decay.dt_bias
                 S[m] = torch.exp(-decay.A_log.exp() * F.softplus(raw))[:, None, None] * S[m]
                 error = v.view(H, V) - torch.einsum("hkv,hk->hv", S[m], k)
                 S[m] = S[m] + torch.einsum("hk,hv->hkv", k, beta * error)

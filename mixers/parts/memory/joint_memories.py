@@ -5,31 +5,33 @@ C channels, HV value heads, K key width, V value width
 """
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.grouped import grouped_linear_of_copies
 from deltazoo.backends.ops.short_conv import ConvPart, apply_silu_and_norm
 from deltazoo.backends.torch_ext.gather import gather_rows
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs
+from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.delta_mixer import Update
-from deltazoo.mixers.core.grouped_linear import GroupedLinear
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
     HasBackend,
     HeadShape,
     LinearPart,
+    OutputArguments,
     Parts,
     Stateful,
     StatelessOutputPart,
@@ -41,7 +43,7 @@ from deltazoo.mixers.parts.memory.token_pack import TokenPack
 from deltazoo.mixers.parts.projections import QKVProjection, split_heads
 
 
-class Sizes(NamedTuple):
+class JointSizes(NamedTuple):
     """memories: M, without the shared one; shared: whether there is one, which processes every token.
 
     one_map: whether the memories also have the maps to k, v and gates in common.
@@ -82,7 +84,13 @@ class JointMemories(nn.Module):
     """
 
     def __init__(
-        self, shape: HeadShape, spec: UpdateSpec, parts: Parts, sizes: Sizes, name: str, backend: str | Backend | None
+        self,
+        shape: HeadShape,
+        spec: UpdateSpec,
+        parts: Parts,
+        sizes: JointSizes,
+        name: str,
+        backend: str | Backend | None,
     ) -> None:
         super().__init__()
         project = parts.projection
@@ -92,16 +100,15 @@ class JointMemories(nn.Module):
         streams = {"q": conv_parts[:1], "kv": conv_parts[1:]}
         channels = {stream: sum(part.channels for part in pieces) for stream, pieces in streams.items()}
         self.to_q = nn.Linear(shape.width, channels["q"], bias=False)
-        self.to_kv = GroupedLinear(1 if sizes.one_map else sizes.memories, shape.width, channels["kv"])
-        self.shared_kv = None
-        if sizes.shared and not sizes.one_map:
-            self.shared_kv = nn.Linear(shape.width, channels["kv"], bias=False)
-        self.convs = nn.ModuleDict({stream: Convolution(project.conv, pieces) for stream, pieces in streams.items()})
+        count = 1 if sizes.one_map else sizes.total
+        self.to_kv = nn.ModuleList(nn.Linear(shape.width, channels["kv"], bias=False) for _ in range(count))
+        self.gates = nn.ModuleDict()
+        self.convs = nn.ModuleDict({stream: _Convolution(project.conv, pieces) for stream, pieces in streams.items()})
         self.operands = nn.ModuleDict(parts.operands)
-        for part in parts.operands.values():
+        for name, part in parts.operands.items():
             assert isinstance(part, LinearPart)
-            if not sizes.one_map:
-                part.proj = nn.ModuleList(copy.deepcopy(part.proj) for _ in range(sizes.total))
+            self.gates[name] = nn.ModuleList(copy.deepcopy(part.proj) for _ in range(count))
+            part.proj = nn.Identity()
         self.update = Update(spec, parts.update_shape(shape), backend)
         self.outputs = nn.ModuleDict(parts.outputs)
         self.out = nn.Linear(shape.value_heads * shape.value_width, shape.width, bias=parts.output_bias)
@@ -112,29 +119,26 @@ class JointMemories(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the maps of the gates, which are copies of one."""
-        for part in self.operands.values():
-            for module in part.proj.modules() if isinstance(part.proj, nn.ModuleList) else ():
-                if isinstance(module, nn.Linear):
-                    module.reset_parameters()
+        for module in self.gates.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
 
     @property
     def common_weights(self) -> int:
         """Number of weights of the linear maps that all memories have in common."""
-        own = [self.to_kv, *self.operands.values()]
-        maps = [self.to_q, self.out, *self.outputs.values(), *(own if self.sizes.one_map else ())]
-        linear = (m for part in maps for m in part.modules() if isinstance(m, nn.Linear | GroupedLinear))
-        return sum(m.weight.numel() for m in linear)
+        own = [self.to_kv, self.gates] if self.sizes.one_map else []
+        maps = (m for part in [self.to_q, self.out, self.outputs, *own] for m in part.modules())
+        return sum(m.weight.numel() for m in maps if isinstance(m, nn.Linear))
 
     @property
     def own_parameters(self) -> int:
         """Number of parameters of a memory that the others do not have."""
-        if self.sizes.one_map:
-            return 0
-        gates = sum(p.numel() for part in self.operands.values() for p in part.proj.parameters())
-        return self.to_kv.weight[0].numel() + gates // self.sizes.total
+        own = sum(p.numel() for part in (self.to_kv, self.gates) for p in part.parameters())
+        return 0 if self.sizes.one_map else own // self.sizes.total
 
     def init_state(self, batch: int) -> NamedTensors:
         """Return the states of all memories before the first token."""
+        check_integer("batch", batch, 0)
         like = activation_like(self.out, self)
         state = {self.update_key: self.update.init_state(batch, like).unsqueeze(1)}
         for name, conv in self.convs.items():
@@ -146,7 +150,7 @@ class JointMemories(nn.Module):
         self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, NamedTensors | None]:
         """Return y [B, T, D], and the new state, for the tokens x [B, T, D] and their memories."""
-        layout: Layout = PackedLayout(pack) if self._takes_packs(x) else PaddedLayout(pack, x.shape[1])
+        layout: _Layout = _PackedLayout(pack) if self._takes_packs(x) else _PaddedLayout(pack, x.shape[1])
         (M, N), routed_state = pack.sizes, {name: y[:, : pack.sizes[0]] for name, y in (state or {}).items()}
         old = {name: pack.with_extra(y.transpose(0, 1).flatten(0, 1)) for name, y in routed_state.items()}
         routed, of_all = self._channels(x, pack)
@@ -161,7 +165,7 @@ class JointMemories(nn.Module):
             mixture = mixture + o.flatten(2)
             rows = {name: torch.cat([y, new[name][:, None]], 1) for name, y in rows.items()}
         new_state = NamedTensors({name: write_back((state or {})[name], y) for name, y in rows.items()})
-        return self._outputs(mixture, x), None if state is None else new_state
+        return self._outputs(mixture, x, inputs), None if state is None else new_state
 
     def step_(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor]) -> Tensor:
         """Decode one token per row, x [B, 1, D], and update the states of its memories in place. Returns y."""
@@ -172,16 +176,17 @@ class JointMemories(nn.Module):
         pools = {name: y.view(N * G, *y.shape[2:]) for name, y in state.items()}
         real_A = None if real_B is None else real_B[token_A]
         rows = {name: y.transpose(0, 1) for name, y in routed.items()}
-        o = self._step_rows(rows, pools, token_A * G + pack.rows.mixer, real_A)
+        o, inputs = self._step_rows(rows, pools, token_A * G + pack.rows.mixer, real_A)
         mixture = pack.mix(o.flatten(2).transpose(0, 1))
         if self.sizes.shared:
             slots = torch.arange(N, device=x.device) * G + M
-            mixture = mixture + self._step_rows(of_all, pools, slots, real_B).flatten(2)
-        return self._outputs(mixture, x)
+            o, inputs = self._step_rows(of_all, pools, slots, real_B)
+            mixture = mixture + o.flatten(2)
+        return self._outputs(mixture, x, inputs)
 
     def _step_rows(
         self, channels: Mapping[str, Tensor], pools: Mapping[str, Tensor], slots: Tensor, real: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, UpdateInputs]:
         """Decode a token per row with the states in `slots` of the pools. Rows that are not real change none."""
         old = {name: pool.index_select(0, slots) for name, pool in pools.items() if name != self.update_key}
         inputs, new = self._inputs(channels, {name: y.clone() for name, y in old.items()}, Context())
@@ -189,28 +194,33 @@ class JointMemories(nn.Module):
             kept = history if real is None else torch.where(real[:, None, None], history, old[name])
             pools[name].index_copy_(0, slots, kept)
         slots = slots if real is None else torch.where(real, slots, -1)
-        return self.update.bound.step_(inputs, pools[self.update_key], slots)
+        return self.update.bound.step_(inputs, pools[self.update_key], slots), inputs
 
     def _takes_packs(self, x: Tensor) -> bool:
         return x.shape[0] > 0 and x.shape[1] > 0 and self.update.takes_packs(x)
 
     def _channels(self, x: Tensor, pack: TokenPack) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return q, kv and the outputs of the maps of the gates, in the rows of a pack and for the shared memory."""
-        q, gates = self.to_q(x), self._gates(x)
-        if self.sizes.one_map:
-            kv = F.linear(x, self.to_kv.weight[0])
-            of_all = {"q": q, "kv": kv} | {name: raw[:, :, 0] for name, raw in gates.items()}
-            return {name: pack.tokens(y) for name, y in of_all.items()}, of_all
-        kv = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, self.to_kv.weight, pack.rows.ends)
-        routed = {"q": pack.tokens(q), "kv": kv[None]}
-        M, shared_kv = self.sizes.memories, None if self.shared_kv is None else self.shared_kv(x)
-        is_chosen_BTKM = pack.memory[..., None] == torch.arange(M, device=x.device)
-        for name, raw in gates.items():
-            chosen_BTKC = torch.where(is_chosen_BTKM[..., None], raw[:, :, None, :M], 0.0).sum(3)
-            routed[name] = pack.assignments(chosen_BTKC)
-        if shared_kv is None:
-            return routed, {}
-        return routed, {"q": q, "kv": shared_kv} | {name: raw[:, :, M] for name, raw in gates.items()}
+        q, M = self.to_q(x), self.sizes.memories
+        layers: dict[str, list[nn.Module]] = {"kv": [*self.to_kv]} | {
+            name: [*maps] for name, maps in self.gates.items()
+        }
+        joint = project_jointly(x, {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])})
+        routed, of_all = {"q": pack.tokens(q)}, {"q": q}
+        for name, maps in layers.items():
+            of_each = [functools.partial(_output, joint.get(f"{name} {m}"), layer, x) for m, layer in enumerate(maps)]
+            if self.sizes.one_map:
+                of_all[name] = of_each[0]()
+                routed[name] = pack.tokens(of_all[name])
+                continue
+            if name == "kv" and all(is_plain_linear(layer) for layer in maps[:M]):
+                weight = torch.stack([layer.weight for layer in maps[:M]])
+                routed[name] = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, weight, pack.rows.ends)[None]
+            else:
+                routed[name] = pack.chosen(torch.stack([y() for y in of_each[:M]], 2))
+            if self.sizes.shared:
+                of_all[name] = of_each[M]()
+        return routed, of_all
 
     def _inputs(
         self, channels: Mapping[str, Tensor], old: Mapping[str, Tensor], context: Context
@@ -225,20 +235,11 @@ class JointMemories(nn.Module):
                 new[name] = history
         inputs = split_heads(*streams, self.shape)
         for name, part in self.operands.items():
-            assert isinstance(part, LinearPart)
-            inputs = part.prepare(channels[name], inputs)
+            inputs, _ = call_part(part, channels[name], inputs, None, context)
         return inputs, new
 
-    def _gates(self, x: Tensor) -> dict[str, Tensor]:
-        """Return the outputs of the maps of the gates of all memories, [B, T, M, C]."""
-        maps = {name: [part.proj] if self.sizes.one_map else [*part.proj] for name, part in self.operands.items()}
-        flat = {f"{name} {m}": layer for name, layers in maps.items() for m, layer in enumerate(layers)}
-        joint = project_jointly(x, flat)
-        raw = {key: joint[key] if key in joint else layer(x) for key, layer in flat.items()}
-        return {name: torch.stack([raw[f"{name} {m}"] for m in range(len(maps[name]))], 2) for name in maps}
-
-    def _outputs(self, o_BTC: Tensor, x: Tensor) -> Tensor:
-        """Apply the output parts and the output map to the mixture."""
+    def _outputs(self, o_BTC: Tensor, x: Tensor, inputs: UpdateInputs) -> Tensor:
+        """Apply the output parts and the output map to the mixture. Args: inputs: of an update; no part reads them."""
         o = rearrange(o_BTC, "b t (h v) -> b t h v", h=self.shape.value_heads)
         parts = list(self.outputs.values())
         while parts:
@@ -249,11 +250,16 @@ class JointMemories(nn.Module):
                 o = both
                 parts.pop(0)
             else:
-                o = part.transform(o, x)
+                o, _ = call_part(part, o, OutputArguments(x, inputs, inputs), None, Context())
         return self.out(o.flatten(2))
 
 
-class Layout(ABC):
+def _output(known: Tensor | None, layer: nn.Module, x: Tensor) -> Tensor:
+    """Return a map's output, unless it is known."""
+    return cast(Tensor, layer(x)) if known is None else known
+
+
+class _Layout(ABC):
     """How the rows of a pack [1, A, C] are given to the convolution and the update."""
 
     context: Context
@@ -267,7 +273,7 @@ class Layout(ABC):
         """Return the rows [1, A, C]."""
 
 
-class PackedLayout(Layout):
+class _PackedLayout(_Layout):
     """The pack itself."""
 
     def __init__(self, pack: TokenPack) -> None:
@@ -280,7 +286,7 @@ class PackedLayout(Layout):
         return x
 
 
-class PaddedLayout(Layout):
+class _PaddedLayout(_Layout):
     """A row of a batch for each sequence of the pack, padded to the T tokens of x: for backends without packs."""
 
     def __init__(self, pack: TokenPack, T: int) -> None:
@@ -288,6 +294,7 @@ class PaddedLayout(Layout):
         bounds, sequence_A = pack.bounds.long(), sequence_index(pack.bounds, A)
         row_A = torch.arange(A, device=bounds.device)
         k = pack.weight.shape[2]
+        self.count = count
         self.T = T if pack.real is None else T * k  # the sequence of padded tokens has k assignments of a token
         self.slot_A = sequence_A * self.T + row_A - bounds[sequence_A]
         self.row_S = row_A.new_full((count * self.T,), A).scatter(0, self.slot_A, row_A)
@@ -295,14 +302,13 @@ class PaddedLayout(Layout):
         self.context = Context(mask=mask)
 
     def of_pack(self, x_1AC: Tensor) -> Tensor:
-        x = gather_rows(x_1AC[0], self.row_S, self.slot_A, True)
-        return torch.unflatten(x, 0, (-1, self.T)) if self.T else x[None, :0]
+        return gather_rows(x_1AC[0], self.row_S, self.slot_A, True).view(self.count, self.T, x_1AC.shape[2])
 
     def to_pack(self, x: Tensor) -> Tensor:
         return gather_rows(x.flatten(0, 1), self.slot_A, self.row_S, True)[None]
 
 
-class Convolution(nn.Module):
+class _Convolution(nn.Module):
     """The convolution, SiLU and norms of some channels; without a convolution the others alone.
 
     Args: like: gives the taps and the bias; parts: of the channels.

@@ -75,8 +75,10 @@ class TokenPack(NamedTuple):
         """Copy the tokens to the rows of their assignments: [1, A, C]."""
         return copy_rows(x_BTC.flatten(0, 1), *self.copies)[None]
 
-    def assignments(self, x_BTKC: Tensor) -> Tensor:
-        """Return values of the assignments at their rows: [1, A, C]."""
+    def chosen(self, x_BTMC: Tensor) -> Tensor:
+        """Return the values of the memory of each row, [1, A, C], from those of each token for every memory."""
+        is_chosen_BTKM = self.memory[..., None] == torch.arange(self.sizes[0], device=x_BTMC.device)
+        x_BTKC = torch.where(is_chosen_BTKM[..., None], x_BTMC[:, :, None], 0.0).sum(3)
         return gather_rows(x_BTKC.flatten(0, 2), self.order, self.inverse)[None]
 
     def mix(self, y_1AC: Tensor) -> Tensor:
