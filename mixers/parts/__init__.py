@@ -46,7 +46,7 @@ _PARTS = {
     "norms": ["HeadNorm", "KeyNorm", "LayerNorm", "RMSNorm", "SharedLayerNorm", "UnitNorm", "rms_norm", "unit_norm"],
     "gates.output_gates": ["OutputGate", "OutputSilu", "PrecomputedGate"],
     "memory.momentum": ["MomentumInputs", "momentum_delta_rule"],
-    "memory.preconditioner": ["Preconditioner"],
+    "memory.preconditioner": ["EraseAsPair", "Preconditioner"],
     "projections": ["ChannelProjection", "QKVProjection", "ShareKeyValues"],
     "gates.rg_lru": ["RGLRUGate"],
     "rope_scaling": ["RopeScaling", "ScaledFrequencies"],
