@@ -21,7 +21,7 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
 from deltazoo.mixers.core.initialization import build_in_any_order
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.named_tensors import NamedTensors
-from deltazoo.mixers.core.part import Routed, active_parameters
+from deltazoo.mixers.core.part import HeadShape, Routed, active_parameters
 from deltazoo.mixers.core.sequences import (
     check_dtypes,
     check_names,
@@ -90,18 +90,20 @@ class MoM(MixerConfig):
         self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None
     ) -> "MoMMixer | JointMoMMixer":
         check_integer("width", width)
-        if self.is_joint(width):
+        if self.is_joint:
             return build_in_any_order(lambda: JointMoMMixer(self, width, place, backend))
         return MoMMixer(self, width, place, backend)
 
-    def is_joint(self, width: int) -> bool:
+    @property
+    def is_joint(self) -> bool:
         """Whether the memories have parts in common. Raises: ConfigError: they cannot, and `sharing` demands it."""
         if self.sharing == "none":
             return False
-        refusal = "needs a memory with a matrix state"
+        refusal: str | None = "needs a memory with a matrix state"
         if isinstance(self.memory, UpdateConfig):
-            with torch.device("meta"):
-                refusal = joint_refusal(self.memory.parts(self.memory.shape(width).validated(), FIRST_PLACE))
+            with torch.device("meta"):  # the kinds of the parts do not depend on the sizes
+                shape = HeadShape(8, 1, 1, 8, 8, self.memory.spec().householders)
+                refusal = joint_refusal(self.memory.parts(shape, FIRST_PLACE))
         if refusal is not None and self.sharing is not None:
             raise ConfigError(f"sharing={self.sharing!r} {refusal}, got {self.memory.name}")
         return refusal is None
@@ -111,13 +113,15 @@ class MoM(MixerConfig):
 
     def equation(self) -> str:
         chosen = f"sum_(m in top {self.active} of {self.memories}) p_tm memory_m(x)_t"
-        return f"y_t = {'shared(x)_t + ' if self.shared else ''}{chosen}; each: {self.memory.equation()}"
+        mixture = f"{'shared(x)_t + ' if self.shared else ''}{chosen}"
+        mixture = f"W_o gate(norm({mixture}))" if self.is_joint else mixture
+        return f"y_t = {mixture}; each: {self.memory.equation()}"
 
     def cost(self, width: int) -> Cost:
         """Return the cost of all memories on T tokens and of the router; grouped memories run on k T tokens only."""
         one, count = self.memory.cost(width), self.memories + self.shared
         flops = count * one.flops + 2 * width * self.memories
-        if self.is_joint(width):
+        if self.is_joint:
             with torch.device("meta"):
                 mixer = self.build(width, backend="reference")
             assert isinstance(mixer, JointMoMMixer)
