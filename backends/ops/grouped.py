@@ -16,11 +16,11 @@ from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, diffe
 
 
 class Copies(NamedTuple):
-    """Copies of rows, `count` of each: order and inverse as in `backends.torch_ext.gather.copy_rows`."""
+    """Copies of rows, `times` each: order and inverse as in `backends.torch_ext.gather.copy_rows`."""
 
     order: Tensor
     inverse: Tensor
-    count: int
+    times: int
 
 
 def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
 def grouped_linear_of_copies(x_ND: Tensor, copies: Copies, weight_GFD: Tensor, ends: Tensor) -> Tensor:
     """Compute `grouped_linear` of copies of rows x [N, D]. The copies are not kept for the backward."""
     x_ND, weight_GFD = _autocast(x_ND, weight_GFD)
-    return _LinearOfCopies.apply(x_ND, copies.order // copies.count, copies.inverse, copies.count, weight_GFD, ends)
+    return _LinearOfCopies.apply(x_ND, copies.order // copies.times, copies.inverse, copies.times, weight_GFD, ends)
 
 
 def expand_rows(matrix_GC: Tensor, group_A: Tensor, ends: Tensor) -> Tensor:

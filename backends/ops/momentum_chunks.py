@@ -221,10 +221,11 @@ def backward(
     for h in range(0, H, size):
         heads = slice(h, h + size)
         tokens, squares = (slice(None), slice(None), heads), (slice(None), heads)
-        window = MomentumOperands(
-            *(y[tokens] for y in x[:7]), None if x.state is None else x.state[squares], x.starts
-        )  # fmt: skip
-        kept = MomentumSaved(*(y[squares] for y in saved[:3]), saved.error[tokens])
+        q, k, v, log_alpha, log_mu, beta, eta = (y[tokens] for y in x[:7])
+        state = None if x.state is None else x.state[squares]
+        window = MomentumOperands(q, k, v, log_alpha, log_mu, beta, eta, state, x.starts)
+        inverse, scores, gates = (y[squares] for y in saved[:3])
+        kept = MomentumSaved(inverse, scores, gates, saved.error[tokens])
         parts.append(_backward_of_heads(window, kept, d_o[tokens], d_final[squares], rows=rows))
     dims = (2, 2, 2, 2, 2, 2, 2, 1)
     return tuple(torch.cat(y, dim).contiguous() for y, dim in zip(zip(*parts, strict=True), dims, strict=True))

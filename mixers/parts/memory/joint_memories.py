@@ -32,13 +32,14 @@ from deltazoo.mixers.core.part import (
     HeadShape,
     LinearPart,
     OutputArguments,
+    OutputPart,
     Parts,
     Stateful,
     StatelessOutputPart,
     project_jointly,
 )
 from deltazoo.mixers.core.state import write_back
-from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.convolution import ConvBias, ShortConv
 from deltazoo.mixers.parts.memory.token_pack import TokenPack
 from deltazoo.mixers.parts.projections import QKVProjection, split_heads
 
@@ -141,9 +142,10 @@ class JointMemories(nn.Module):
         check_integer("batch", batch, 0)
         like = activation_like(self.out, self)
         state = {self.update_key: self.update.init_state(batch, like).unsqueeze(1)}
-        for name, conv in self.convs.items():
-            if conv.conv is not None:
-                state[name] = conv.conv.init_state(batch, like).unsqueeze(1)
+        for name, stream in self.convs.items():
+            assert isinstance(stream, _Convolution)
+            if stream.conv is not None:
+                state[name] = stream.conv.init_state(batch, like).unsqueeze(1)
         return NamedTensors({name: y.repeat_interleave(self.sizes.total, 1) for name, y in state.items()})
 
     def forward(
@@ -152,7 +154,7 @@ class JointMemories(nn.Module):
         """Return y [B, T, D], and the new state, for the tokens x [B, T, D] and their memories."""
         layout: _Layout = _PackedLayout(pack) if self._takes_packs(x) else _PaddedLayout(pack, x.shape[1])
         (M, N), routed_state = pack.sizes, {name: y[:, : pack.sizes[0]] for name, y in (state or {}).items()}
-        old = {name: pack.with_extra(y.transpose(0, 1).flatten(0, 1)) for name, y in routed_state.items()}
+        old = {name: layout.states(y.transpose(0, 1).flatten(0, 1)) for name, y in routed_state.items()}
         routed, of_all = self._channels(x, pack)
         inputs, new = self._inputs({name: layout.of_pack(y) for name, y in routed.items()}, old, layout.context)
         o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), layout.context)
@@ -170,7 +172,7 @@ class JointMemories(nn.Module):
     def step_(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor]) -> Tensor:
         """Decode one token per row, x [B, 1, D], and update the states of its memories in place. Returns y."""
         M, N = pack.sizes
-        G, token_A = self.sizes.total, pack.order // pack.copies.count
+        G, token_A = self.sizes.total, pack.order // pack.copies.times
         routed, of_all = self._channels(x, pack)
         real_B = None if pack.real is None else pack.real[:, 0]
         pools = {name: y.view(N * G, *y.shape[2:]) for name, y in state.items()}
@@ -202,9 +204,7 @@ class JointMemories(nn.Module):
     def _channels(self, x: Tensor, pack: TokenPack) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return q, kv and the outputs of the maps of the gates, in the rows of a pack and for the shared memory."""
         q, M = self.to_q(x), self.sizes.memories
-        layers: dict[str, list[nn.Module]] = {"kv": [*self.to_kv]} | {
-            name: [*maps] for name, maps in self.gates.items()
-        }
+        layers = {"kv": list(self.to_kv)} | {name: list(maps.children()) for name, maps in self.gates.items()}
         joint = project_jointly(x, {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])})
         routed, of_all = {"q": pack.tokens(q)}, {"q": q}
         for name, maps in layers.items():
@@ -213,8 +213,9 @@ class JointMemories(nn.Module):
                 of_all[name] = of_each[0]()
                 routed[name] = pack.tokens(of_all[name])
                 continue
-            if name == "kv" and all(is_plain_linear(layer) for layer in maps[:M]):
-                weight = torch.stack([layer.weight for layer in maps[:M]])
+            plain = [layer.weight for layer in maps[:M] if is_plain_linear(layer)]
+            if name == "kv" and len(plain) == M:
+                weight = torch.stack(plain)
                 routed[name] = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, weight, pack.rows.ends)[None]
             else:
                 routed[name] = pack.chosen(torch.stack([y() for y in of_each[:M]], 2))
@@ -233,7 +234,8 @@ class JointMemories(nn.Module):
             streams += pieces
             if history is not None:
                 new[name] = history
-        inputs = split_heads(*streams, self.shape)
+        q, k, v = streams
+        inputs = split_heads(q, k, v, self.shape)
         for name, part in self.operands.items():
             inputs, _ = call_part(part, channels[name], inputs, None, context)
         return inputs, new
@@ -245,7 +247,8 @@ class JointMemories(nn.Module):
         while parts:
             part = parts.pop(0)
             assert isinstance(part, StatelessOutputPart)
-            both = part.transform_with(parts[0], o, x) if parts else None
+            following = parts[0] if parts else None
+            both = part.transform_with(following, o, x) if isinstance(following, OutputPart) else None
             if both is not None:
                 o = both
                 parts.pop(0)
@@ -265,6 +268,10 @@ class _Layout(ABC):
     context: Context
 
     @abstractmethod
+    def states(self, x: Tensor) -> Tensor:
+        """Return the states of the sequences from those [M N, ...] of the memories."""
+
+    @abstractmethod
     def of_pack(self, x_1AC: Tensor) -> Tensor:
         """Return the rows in this layout."""
 
@@ -277,7 +284,10 @@ class _PackedLayout(_Layout):
     """The pack itself."""
 
     def __init__(self, pack: TokenPack) -> None:
-        self.context = pack.context
+        self.pack, self.context = pack, pack.context
+
+    def states(self, x: Tensor) -> Tensor:
+        return self.pack.with_extra(x)
 
     def of_pack(self, x_1AC: Tensor) -> Tensor:
         return x_1AC
@@ -290,16 +300,18 @@ class _PaddedLayout(_Layout):
     """A row of a batch for each sequence of the pack, padded to the T tokens of x: for backends without packs."""
 
     def __init__(self, pack: TokenPack, T: int) -> None:
-        count, A = pack.bounds.shape[0] - 1, pack.order.shape[0]
+        (M, N), A = pack.sizes, pack.order.shape[0]
+        self.count, self.T, places = M * N, T, M * N * T
         bounds, sequence_A = pack.bounds.long(), sequence_index(pack.bounds, A)
         row_A = torch.arange(A, device=bounds.device)
-        k = pack.weight.shape[2]
-        self.count = count
-        self.T = T if pack.real is None else T * k  # the sequence of padded tokens has k assignments of a token
-        self.slot_A = sequence_A * self.T + row_A - bounds[sequence_A]
-        self.row_S = row_A.new_full((count * self.T,), A).scatter(0, self.slot_A, row_A)
-        mask = torch.arange(self.T, device=bounds.device) < bounds.diff()[:, None]
+        slot_A = sequence_A * T + row_A - bounds[sequence_A]
+        self.slot_A = torch.where(sequence_A < self.count, slot_A, places)  # padded tokens have none
+        self.row_S = row_A.new_full((places + 1,), A).scatter(0, self.slot_A, row_A)[:places]
+        mask = torch.arange(T, device=bounds.device) < bounds.diff()[: self.count, None]
         self.context = Context(mask=mask)
+
+    def states(self, x: Tensor) -> Tensor:
+        return x
 
     def of_pack(self, x_1AC: Tensor) -> Tensor:
         return gather_rows(x_1AC[0], self.row_S, self.slot_A, True).view(self.count, self.T, x_1AC.shape[2])
@@ -318,7 +330,7 @@ class _Convolution(nn.Module):
         super().__init__()
         self.parts, self.conv = parts, None
         if like is not None:
-            bias = "uniform" if like.uniform_bias else like.bias is not None
+            bias: ConvBias = "uniform" if like.uniform_bias else like.bias is not None
             channels = sum(part.channels for part in parts)
             self.conv = ShortConv(channels, like.weight.shape[1], bias, parts, std=like.std)
 

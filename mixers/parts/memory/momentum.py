@@ -53,8 +53,9 @@ def momentum_delta_rule(
         return o[:, None], state
     slots, starts, places = _slots(inputs, context.cu_seqlens)
     joined = None if state is None else torch.stack(state, 2)
-    gates = (y.to(state_dtype(slots.q.dtype)) for y in (slots.log_alpha, slots.log_mu, slots.beta, slots.eta))
-    x = MomentumOperands(slots.q, slots.k, slots.v, *gates, joined, starts)
+    dtype = state_dtype(slots.q.dtype)
+    log_alpha, log_mu, beta, eta = (y.to(dtype) for y in (slots.log_alpha, slots.log_mu, slots.beta, slots.eta))
+    x = MomentumOperands(slots.q, slots.k, slots.v, log_alpha, log_mu, beta, eta, joined, starts)
     o_GCHV, new = momentum_scan(x, rows=inputs.q.shape[0])
     o = o_GCHV.flatten(0, 1)
     if places is not None:
