@@ -19,7 +19,7 @@ from torch import Tensor
 from deltazoo.backends.update.base import state_dtype
 
 CHUNK = 64
-SCRATCH = 1152 * 2**20  # bytes of the states, and their gradients, that the backward keeps at once
+SCRATCH = 768 * 2**20  # bytes of the states, and their gradients, that the backward keeps at once
 
 
 class Gates(NamedTuple):

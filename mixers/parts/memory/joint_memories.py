@@ -205,7 +205,10 @@ class JointMemories(nn.Module):
         """Return q, kv and the outputs of the maps of the gates, in the rows of a pack and for the shared memory."""
         q, M = self.to_q(x), self.sizes.memories
         layers = {"kv": list(self.to_kv)} | {name: list(maps.children()) for name, maps in self.gates.items()}
-        joint = project_jointly(x, {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])})
+        narrow = {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])}
+        is_step = x.shape[1] == 1
+        joint = project_jointly(x.transpose(0, 1) if is_step else x, narrow)  # many maps gain also for a single token
+        joint = {key: y.transpose(0, 1) for key, y in joint.items()} if is_step else joint
         routed, of_all = {"q": pack.tokens(q)}, {"q": q}
         for name, maps in layers.items():
             of_each = [functools.partial(_output, joint.get(f"{name} {m}"), layer, x) for m, layer in enumerate(maps)]
@@ -214,7 +217,7 @@ class JointMemories(nn.Module):
                 routed[name] = pack.tokens(of_all[name])
                 continue
             plain = [layer.weight for layer in maps[:M] if is_plain_linear(layer)]
-            if name == "kv" and len(plain) == M:
+            if name == "kv" and len(plain) == M and not is_step:  # for one token a copy of the weights takes longer
                 weight = torch.stack(plain)
                 routed[name] = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, weight, pack.rows.ends)[None]
             else:

@@ -4,15 +4,15 @@ Layers of width 2048 with default fields, bf16, 64 rows after 512 tokens, compil
 1.5 times the floor plus 10 us. The floor reads weights and caches, and reads and writes the other states, at the speed
 of a copy on the same device. The exit code is 1 if a row misses its bound or fails.
 
-Several processes build and capture the steps; then each step is timed alone on the device. --compile only fills the
+Several processes capture a step each; then the steps are timed, one alone on the device. --compile only fills the
 caches of Triton and Inductor, and prints the seconds of each first call. Needs a CUDA device.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,79 +20,79 @@ import torch
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
 
-PROCESSES, STEPS, COPIED = 12, 20, 2**30
+PROCESSES, STEPS, COPIED = 10, 20, 2**30
 
 
 def main() -> int:
     from deltazoo.backends.update import registry
 
     names = [name for name in sys.argv[1:] if name != "--compile"] or registry.names(registry.MIXERS)
-    context = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[str | None] = context.Queue()
-    count = min(PROCESSES, len(names))
-    for name in [*names, *[None] * count]:
-        queue.put(name)
+    only_compile, context = "--compile" in sys.argv, multiprocessing.get_context("spawn")
+    count, missed = min(PROCESSES, len(names)), 0
+    speed = 1.0 if only_compile else copy_speed()
+    if not only_compile:
+        print(f"{torch.cuda.get_device_name()}, copy {speed / 1e6:.3f} TB/s", flush=True)
+        print("layer  us  floor  bound  step / floor", flush=True)
     pipes = []
-    for _ in range(count):
+    for first in range(count):
         pipe, far_end = context.Pipe()
-        context.Process(target=work, args=(queue, far_end), daemon=True).start()
+        context.Process(target=work, args=(names[first::count], far_end, only_compile), daemon=True).start()
         far_end.close()  # so that the pipe ends if the process dies
         pipes.append(pipe)
-    ready = [name for pipe in pipes for name in captured(pipe)]
-    if "--compile" in sys.argv:
-        return int(len(ready) < len(names))
-    speed, missed = copy_speed(), len(names) - len(ready)
-    print(
-        f"{torch.cuda.get_device_name()}, copy {speed / 1e6:.3f} TB/s\nlayer  us  floor  bound  step / floor",
-        flush=True,
-    )
-    for pipe in pipes:
-        pipe.send("time")
-        for name, us, nbytes in messages(pipe):
-            floor = nbytes / speed
-            bound = 1.5 * floor + 10
-            missed += us > bound
-            verdict = "passes" if us <= bound else "MISSES"
-            print(f"{name}  {us:.1f}  {floor:.1f}  {bound:.1f}  {us / floor:.2f}  {verdict}", flush=True)
+    for _ in range(-(-len(names) // count)):
+        ready = [message for pipe in pipes if (message := receive(pipe)) is not None]
+        for _, name, text, captured in ready:
+            print(name, text, flush=True)
+            missed += not captured
+        if only_compile:
+            continue
+        for pipe, name, _, captured in ready:
+            pipe.send("time")
+            result = receive(pipe) if captured else None
+            if result is not None:
+                _, us, nbytes = result
+                floor = nbytes / speed
+                bound = 1.5 * floor + 10
+                missed += us > bound
+                verdict = "passes" if us <= bound else "MISSES"
+                print(f"{name}  {us:.1f}  {floor:.1f}  {bound:.1f}  {us / floor:.2f}  {verdict}", flush=True)
+        for pipe, *_ in ready:
+            pipe.send("go on")
     return int(missed > 0)
 
 
-def captured(pipe: Connection) -> list[str]:
-    """Print the messages of a process until it has captured its steps, and return the names of these."""
-    ready = []
-    for name, message, is_ready in messages(pipe):
-        print(name, message, flush=True)
-        ready += [name] * is_ready
-    return ready
-
-
-def messages(pipe: Connection) -> Iterator[tuple[Any, ...]]:
-    """Receive until None, or until the process has died."""
+def receive(pipe: Connection) -> tuple[Any, ...] | None:
+    """Return the next message after the pipe; None if the process has died or has no more mixers."""
     with contextlib.suppress(EOFError):
-        yield from iter(pipe.recv, None)
+        message = pipe.recv()
+        return None if message is None else (pipe, *message)
+    return None
 
 
-def work(queue: "multiprocessing.Queue[str | None]", pipe: Connection) -> None:
-    """Capture the steps of the mixers of the queue, then time them when asked."""
+def work(names: list[str], pipe: Connection, only_compile: bool) -> None:
+    """Capture the step of one mixer after the other, and time each when all processes have captured theirs."""
     from deltazoo.blocks.inspect.layer_calls import LayerInput, OurLayer
     from deltazoo.mixers.core.config import parse
 
     size = LayerInput(64, 512, 2048, torch.device("cuda"), torch.bfloat16, 0)
-    steps = {}
-    for name in iter(queue.get, None):
+    for name in names:
         start = time.perf_counter()
+        layer = step = None
         try:
             layer = OurLayer(parse({"mixer": name}), size)
-            steps[name] = layer.begin("decode"), layer.decoded_bytes(), layer
+            step = layer.begin("decode")
             pipe.send((name, f"first call {time.perf_counter() - start:.1f} s", True))
         except Exception as failure:  # the other rows are still measured
             pipe.send((name, f"FAILS: {type(failure).__name__}: {str(failure)[:200]}", False))
+        if not only_compile:
+            pipe.recv()
+            if layer is not None and step is not None:
+                pipe.send((microseconds(step), layer.decoded_bytes()))
+            pipe.recv()
+        del layer, step
+        gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()
-    pipe.send(None)
-    if pipe.recv() == "time":
-        for name, (step, nbytes, _) in steps.items():
-            pipe.send((name, microseconds(step), nbytes))
     pipe.send(None)
 
 
