@@ -53,10 +53,15 @@ from deltazoo.mixers.parts.low_rank import LowRank as LowRank
 from deltazoo.mixers.parts.low_rank import Ranks as Ranks
 from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve as ConjugateGradientSolve
 from deltazoo.mixers.parts.memory.feedback import Feedback as Feedback
+from deltazoo.mixers.parts.memory.joint_memories import JointMemories as JointMemories
+from deltazoo.mixers.parts.memory.joint_memories import JointSizes as JointSizes
+from deltazoo.mixers.parts.memory.joint_memories import joint_refusal as joint_refusal
 from deltazoo.mixers.parts.memory.log_linear import LogLinearUpdate as LogLinearUpdate
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs as MomentumInputs
 from deltazoo.mixers.parts.memory.momentum import momentum_delta_rule as momentum_delta_rule
+from deltazoo.mixers.parts.memory.preconditioner import EraseAsPair as EraseAsPair
 from deltazoo.mixers.parts.memory.preconditioner import Preconditioner as Preconditioner
+from deltazoo.mixers.parts.memory.token_pack import TokenPack as TokenPack
 from deltazoo.mixers.parts.memory.token_scan import TokenScan as TokenScan
 from deltazoo.mixers.parts.normaliser import Normalise as Normalise
 from deltazoo.mixers.parts.normaliser import NormaliserColumn as NormaliserColumn
