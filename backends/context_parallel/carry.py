@@ -10,13 +10,12 @@ G pieces of all ranks, P of this rank, N segments, D documents, C channels
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.exchange import gather_pieces
-from deltazoo.backends.context_parallel.plan import ContextPlan, Links
+from deltazoo.backends.context_parallel.plan import ContextPlan
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,7 +24,7 @@ def incoming(
     contribution: Tensor,
     maps: Tensor,
     apply: Apply,
-    plan: ContextPlan | Links,
+    plan: ContextPlan,
     add: Apply = torch.add,
     zero: float = 0.0,
 ) -> Tensor:
@@ -53,49 +52,6 @@ def incoming(
     return torch.stack([states[g] for g in plan.local])
 
 
-class Matrices(NamedTuple):
-    """The states before the local pieces, transposed [P, HV, V, K], and the maps of all pieces [G, HV, K, K].
-
-    A map is zero if the last segment of its piece begins a document.
-    """
-
-    states: Tensor
-    maps: Tensor
-
-
-def incoming_matrices(total: Tensor, V: int, links: Links) -> Matrices:
-    """Return the transposed state before each local piece: `incoming` for maps that are matrices, without gradients.
-
-        C_(g+1)^T = C_g^T M_g + N_g^T
-
-    Args: total: [P, HV, V + K, K], N^T above M.
-    """
-    gathered = gather_pieces(total, links)
-    maps = torch.where(links.joins.view(-1, 1, 1, 1), gathered[:, :, V:], 0.0)
-    states = [torch.zeros_like(gathered[0, :, :V]), gathered[0, :, :V]]
-    for g in range(1, max(links.local)):
-        states.append(torch.baddbmm(gathered[g, :, :V], states[-1], maps[g]))
-    return Matrices(torch.stack([states[g] for g in links.local]), maps)
-
-
-def incoming_gradients(contribution: Tensor, maps: Tensor, links: Links) -> Tensor:
-    """Return the transposed gradient of the state after each local piece, from the pieces after it [P, HV, V, K].
-
-        E_g^T = E_(g+1)^T M_g^T + D_g^T
-
-    Args: contribution: D^T [P, HV, V, K], the gradient of the state before a piece from the piece's own outputs; maps:
-        those of `incoming_matrices`.
-    """
-    own = torch.where(links.receives.view(-1, 1, 1, 1), contribution, 0.0)
-    gathered = gather_pieces(own, links)
-    last = len(links.order) - 1
-    gradients = {last: torch.zeros_like(gathered[0]), last - 1: gathered[last]}
-    for g in range(last - 1, min(links.local), -1):
-        gradients[g - 1] = torch.baddbmm(gathered[g], gradients[g], maps[g].mT)
-    after = torch.stack([gradients[g] for g in links.local])
-    return torch.where(links.continues.view(-1, 1, 1, 1), after, 0.0)
-
-
 def scale_state(decay: Tensor, state: Tensor) -> Tensor:
     """Apply a map that is a factor per element."""
     return decay * state
@@ -112,7 +68,7 @@ def first_states(state: Tensor | None, like: Tensor, plan: ContextPlan, zero: fl
     return torch.where(plan.begins.view(-1, *[1] * (own.dim() - 1)), own, zero)
 
 
-def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan | Links) -> Tensor:
+def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan) -> Tensor:
     """Put the states before the local pieces [P, ...] into the states of their first segments, [N, ...]."""
     S = plan.segments
     by_piece = torch.unflatten(first, 0, (-1, S))

@@ -67,8 +67,9 @@ def carried_states(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
 
 
 def _no_states(inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
+    """Return a tensor with the shape of the states before the local pieces."""
     HV, V = inputs.v.shape[-2:]
-    return inputs.q.new_zeros(len(plan.local), HV, inputs.q.shape[-1], V, dtype=state_dtype(inputs.q.dtype))
+    return inputs.q.new_empty(len(plan.local), HV, inputs.q.shape[-1], V, dtype=state_dtype(inputs.q.dtype))
 
 
 class _Decays(NamedTuple):

@@ -1,8 +1,9 @@
 """Updates of the triton backend whose segments start from the states of other pieces, in the interpreter.
 
-One process holds both pieces of a line, so that the exchange returns what it takes.
+One process holds all pieces of a line, so that the exchange returns what it takes.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deltazoo.backends.context_parallel.exchange import states_of_documents
+from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.config import LaunchConfig
@@ -20,7 +22,6 @@ from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.dispatch import bind
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.watch import watch
-from deltazoo.blocks.parallel.context import ContextParallel
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
@@ -35,6 +36,8 @@ SPECS = {
 }
 SEGMENTS = LaunchConfig(chunk=16, checkpoint_chunks=1, segment_chunks=2)
 ONE_PIECE, PACK = ([0, 70], [36, 34]), ([0, 7, 7, 60, 66], [40, 26])
+FOUR_PIECES = ([0, 50, 53, 90], [20, 25, 0, 45])
+INNER = ([0, 5, 75, 80], [78, 2])  # a document of several segments within a piece
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +54,11 @@ def mesh() -> Iterator[DeviceMesh]:
         *((name, PACK, 0.05) for name in SPECS if name != "head decay"),
         ("head decay", ONE_PIECE, 20.0),
         ("dplr", ([0, 40], [40, 0]), 0.05),
+        ("head decay", INNER, 0.05),
+        ("channel decay", FOUR_PIECES, 0.05),
     ],
 )
-def test_two_pieces_equal_the_reference(
+def test_pieces_equal_the_reference(
     name: str, line: tuple[list[int], list[int]], decay: float, mesh: DeviceMesh
 ) -> None:
     spec, (documents, sizes) = SPECS[name], line
@@ -62,11 +67,13 @@ def test_two_pieces_equal_the_reference(
     d_o = torch.randn(inputs["v"][:, :, 0].shape if spec.householders > 1 else inputs["v"].shape, dtype=torch.float64)
     d_state = torch.randn_like(inputs["state"])
     expected = gradients(spec, inputs, d_o, d_state, documents)
-    batch = ContextParallel(mesh, "zigzag").plan(1, T, documents, sizes)
+    cut = Cut((0, *itertools.accumulate(sizes)), (0,) * len(sizes))
+    group, segments = mesh.get_group().group_name, most_segments(documents, cut)
+    plan = make_plan(documents, cut, 0, 1, group, segments, "cpu")
     leaves = {key: x.float().requires_grad_() for key, x in inputs.items()}
     with watch() as runs:
-        out = carried_update(bind(spec, TritonBackend(SEGMENTS)), UpdateInputs(**leaves), batch.plan)
-        state = states_of_documents(out.state, batch.plan)
+        out = carried_update(bind(spec, TritonBackend(SEGMENTS)), UpdateInputs(**leaves), plan)
+        state = states_of_documents(out.state, plan)
         grads = torch.autograd.grad((out.o * d_o).sum() + (state * d_state).sum(), list(leaves.values()))
     assert "combine_kernel" in runs.kernels
     actual = {"o": out.o, "final": state, **dict(zip(leaves, grads, strict=True))}
