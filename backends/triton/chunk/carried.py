@@ -25,8 +25,8 @@ from deltazoo.backends.triton.operands import ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime import table
 from deltazoo.backends.triton.runtime.precompile import device_of
-from deltazoo.backends.triton.support import Span, Tiles
-from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.support import Span, Tiles, fixed_options
+from deltazoo.backends.triton.tiles import cdiv, power_of_two, value_tile
 
 # Bytes; a window of so many needs no segments of its own: of 160,000 tokens with 32 heads of 128 x 128.
 _SCRATCH = 2**32
@@ -37,7 +37,11 @@ def _per_row_of_total(problem: Problem, span: Span, tiles: Tiles) -> int:
     return int(problem.N * problem.HV * cdiv(problem.V + problem.K, tiles.values))
 
 
-_TOTAL = COMBINE._replace(programs=_per_row_of_total)
+# Narrower tiles than those of an ordinary update: the maps of the other ranks make the loop longer.
+_COMBINE = COMBINE._replace(
+    tiles=lambda problem, launch: Tiles(values=value_tile(32, problem.V)), options=fixed_options(warps=8)
+)
+_TOTAL = _COMBINE._replace(programs=_per_row_of_total)
 
 
 def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
@@ -54,10 +58,14 @@ def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
     plan = plan._replace(forward_segment_chunks=split, segment_chunks=split, forward_narrow_min_chunks=0, carried=True)
     span = segments_span(plan)
     stored = span._replace(checkpoint_chunks=plan.checkpoint_chunks)
-    forward = launches_of(plan, ("combine", COMBINE, span, ""), ("scan", plan.kernels["scan"], stored, ""))
-    # the segments of a rank hold all of its tokens
-    backward = tuple(launch for launch in plan.backward if "tail" not in launch.step)
-    return plan._replace(forward=forward, backward=backward)
+    forward = launches_of(plan, ("combine", _COMBINE, span, ""), ("scan", plan.kernels["scan"], stored, ""))
+    backward: list[KernelLaunch] = []
+    for launch in plan.backward:
+        if launch.step == "combine backward":
+            backward += launches_of(plan, (launch.step, _COMBINE, launch.span, ""))
+        elif "tail" not in launch.step:  # the segments of a rank hold all of its tokens
+            backward.append(launch)
+    return plan._replace(forward=forward, backward=tuple(backward))
 
 
 def _segment_chunks(problem: Problem, processors: int) -> int:
@@ -117,7 +125,7 @@ def summary_backward_launches(plan: Plan) -> tuple[KernelLaunch, ...]:
     """Return the launches before the exchange of the backward."""
     span = segments_span(plan)
     return launches_of(
-        plan, ("segment gradients", SEGMENT_GRADIENTS, span, "reverse"), ("total backward", COMBINE, span, "")
+        plan, ("segment gradients", SEGMENT_GRADIENTS, span, "reverse"), ("total backward", _COMBINE, span, "")
     )
 
 
