@@ -95,7 +95,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "combine: the maps of segments are not transposed in the backward", f"{PORTABLE}/combine.py",
-        "load_map(M_p, ka, ka, in_ka, in_ka, K, REVERSE)", "load_map(M_p, ka, ka, in_ka, in_ka, K, False)",
+        "in_keys[row], in_keys[t], K, REVERSE)", "in_keys[row], in_keys[t], K, False)",
         "test-kernels", f"{PORTABLE_TEST}[gated delta-segments-many chunks]",
     ),
     Mutation(

@@ -72,6 +72,11 @@ class ContextPlan(NamedTuple):
         return (self.cu_seqlens.shape[0] - 1) // len(self.local)
 
     @property
+    def operator_bounds(self) -> Tensor | None:
+        """The bounds of the local segments for an operator; None, which is faster: all tokens are one segment."""
+        return None if self.cu_seqlens.shape[0] == 2 and self.positions.shape[1] > 0 else self.cu_seqlens
+
+    @property
     def links(self) -> "Links":
         """What combines the summaries of pieces."""
         return Links(

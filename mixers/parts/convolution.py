@@ -86,7 +86,7 @@ class ShortConv(Groupable, HasBackend):
         """Convolve x. Returns: for each part a tensor [B, T, channels] in the dtype of x; the new state."""
         before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
         history = None if before is None else before.to(x_BTC.dtype)
-        streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, context.cu_seqlens))
+        streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, _bounds(context)))
         if context.parallel is not None:
             streams = tuple(connected(y, before) for y in streams)
         return streams, _next_state(x_BTC, state, before, context)
@@ -119,10 +119,15 @@ class TokenShift(nn.Module):
     def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return x_(t-1) [B, T, D] and the new state."""
         before = _before_segments(x_BTD, state, 1, context)
-        shifted = shifted_taps(x_BTD, before, 1, context.cu_seqlens)[0]
+        shifted = shifted_taps(x_BTD, before, 1, _bounds(context))[0]
         if context.parallel is not None:
             shifted = connected(shifted, before)
         return shifted, _next_state(x_BTD, state, before, context)
+
+
+def _bounds(context: Context) -> Tensor | None:
+    """Return the bounds of packed sequences for an operator."""
+    return context.cu_seqlens if context.parallel is None else context.parallel.operator_bounds
 
 
 def _before_segments(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> Tensor | None:

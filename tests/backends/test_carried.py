@@ -18,6 +18,7 @@ from deltazoo.backends.context_parallel.exchange import states_of_documents
 from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.triton.backend import TritonBackend
+from deltazoo.backends.triton.chunk import carried
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.dispatch import bind
@@ -69,6 +70,7 @@ def mesh() -> Iterator[DeviceMesh]:
         ("dplr", ([0, 40], [40, 0]), 0.05),
         ("head decay", INNER, 0.05),
         ("dplr", FOUR_PIECES, 0.05),
+        ("head decay", ([0, 70], [70]), 0.05),
     ],
 )
 def test_pieces_equal_the_reference(
@@ -78,6 +80,16 @@ def test_pieces_equal_the_reference(
     inputs = draw(SPECS[name], line[0], decay, heads)
     errors = errors_of(SPECS[name], line, inputs, TritonBackend(SEGMENTS), mesh, torch.float32)
     assert max(errors.values()) < (1e-4 if decay < 1 else 3e-4), errors
+
+
+@interpreted
+def test_windows_of_the_backward_equal_the_reference(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carried, "_SCRATCH", 1)
+    line, heads = ([0, 60, 70], [33, 37]), Heads(HV=1)
+    inputs = draw(SPECS["head decay"], line[0], 0.05, heads)
+    backend = TritonBackend(SEGMENTS.changed(scratch=1))
+    errors = errors_of(SPECS["head decay"], line, inputs, backend, mesh, torch.float32)
+    assert max(errors.values()) < 1e-4, errors
 
 
 @pytest.mark.cuda

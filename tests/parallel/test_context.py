@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.io.errors import OperandError, ShapeError, UnsupportedError, ValueRangeError
-from deltazoo.blocks.parallel.context import ContextParallel
+from deltazoo.blocks.parallel.context import ContextParallel, Layout
+from deltazoo.mixers.core.config import parse
 from deltazoo.mixers.core.mixer import Context
 
 EXACT = 1e-10
@@ -107,6 +108,31 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
         mixer(torch.zeros(1, 5, WIDTH), None, context)
     with pytest.raises(ShapeError, match="and no cu_seqlens"):
         mixer(torch.zeros(1, 6, WIDTH), None, context._replace(cu_seqlens=None))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "sliding_window", "attention"])
+def test_pieces_on_a_gpu_equal_the_whole(name: str, layout: Layout) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = ContextParallel(init_device_mesh("cuda", (1,), mesh_dim_names=("context",)), layout)
+        torch.manual_seed(0)
+        wide = {"heads": 2, "window": 100} if name == "sliding_window" else {"heads": 2}
+        mixer = parse({"mixer": name, **wide}).build(256).cuda().bfloat16()
+        documents = [0, 400, 650, 650, 900]
+        batch = parallel.plan(1, 900, documents)
+        whole = Context(cu_seqlens=torch.tensor(documents, dtype=torch.int32, device="cuda"))
+        x, d_y = torch.randn(2, 1, 900, 256, device="cuda", dtype=torch.bfloat16)
+        results = []
+        for context in (whole, batch.context):
+            leaf = x.clone().requires_grad_()
+            y = mixer(leaf, None, context).y
+            results.append([y, *torch.autograd.grad(y, [leaf, *mixer.parameters()], d_y)])
+        errors = [float((b - a).float().norm() / a.float().norm()) for a, b in zip(*results, strict=True)]
+        assert max(errors) < 2e-2, errors
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parallel
