@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from fsdp_rank import expected_gradients, run_fsdp_rank
+from gpu_rank import run_gpu_rank
 from ranks import Case, errors_of, random_case, worst_errors
 from small_configs import WIDTH, ZOO, small
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,7 +17,6 @@ from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.io.errors import OperandError, ShapeError, UnsupportedError, ValueRangeError
 from deltazoo.blocks.parallel.context import ContextParallel, Layout
-from deltazoo.mixers.core.config import parse
 from deltazoo.mixers.core.mixer import Context
 
 EXACT = 1e-10
@@ -111,28 +111,14 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("name", ["gated_deltanet", "sliding_window", "attention"])
-def test_pieces_on_a_gpu_equal_the_whole(name: str, layout: Layout) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        parallel = ContextParallel(init_device_mesh("cuda", (1,), mesh_dim_names=("context",)), layout)
-        torch.manual_seed(0)
-        wide = {"heads": 2, "window": 100} if name == "sliding_window" else {"heads": 2}
-        mixer = parse({"mixer": name, **wide}).build(256).cuda().bfloat16()
-        documents = [0, 400, 650, 650, 900]
-        batch = parallel.plan(1, 900, documents)
-        whole = Context(cu_seqlens=torch.tensor(documents, dtype=torch.int32, device="cuda"))
-        x, d_y = torch.randn(2, 1, 900, 256, device="cuda", dtype=torch.bfloat16)
-        results = []
-        for context in (whole, batch.context):
-            leaf = x.clone().requires_grad_()
-            y = mixer(leaf, None, context).y
-            results.append([y, *torch.autograd.grad(y, [leaf, *mixer.parameters()], d_y)])
-        errors = [float((b - a).float().norm() / a.float().norm()) for a, b in zip(*results, strict=True)]
-        assert max(errors) < 2e-2, errors
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag")])
+def test_gpus_equal_one_gpu(ranks: int, layout: Layout, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    mp.spawn(run_gpu_rank, (ranks, layout, str(tmp_path)), nprocs=ranks)
+    for rank in range(ranks):
+        errors = torch.load(tmp_path / f"{rank}.pt")
+        assert not {name: e for name, e in errors.items() if not max(e) < 2e-2}, errors
 
 
 @pytest.mark.parallel
