@@ -10,6 +10,7 @@ G pieces of all ranks, P of this rank, N segments, D documents, C channels
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,15 +99,36 @@ def _tail_sum(piece: Tensor, p: int, plan: ContextPlan) -> Tensor:
     return torch.where(inside, piece, torch.zeros_like(piece)).sum(0)
 
 
-def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: ContextPlan) -> Tensor:
-    """Return the tokens before each local segment in its document, [N, past, C]: a halo exchange.
+class _Tails(torch.autograd.Function):
+    """The last rows of each piece, whose gradient is added to a copy of that of x."""
+
+    @staticmethod
+    def forward(x_1TC: Tensor, sizes: list[int], past: int) -> tuple[Tensor, Tensor]:
+        return x_1TC.view_as(x_1TC), torch.stack([_last(piece, past) for piece in x_1TC[0].split(sizes)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, ctx.sizes, ctx.past = inputs
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor, d_tails: Tensor) -> tuple[Tensor, None, None]:
+        d_x, end = d_x.clone(), 0
+        for size, d_tail in zip(ctx.sizes, d_tails, strict=True):
+            end, rows = end + size, min(ctx.past, size)
+            d_x[0, end - rows : end] += d_tail[ctx.past - rows :]
+        return d_x, None, None
+
+
+def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: ContextPlan) -> tuple[Tensor, Tensor]:
+    """Return x, and the tokens before each local segment in its document, [N, past, C]: a halo exchange.
 
     Each piece sends its last tokens. A document that began less than `past` tokens before the segment continues with
     its state.
 
     Args: state: [D, past, C], the tokens before each document; None: zeros.
+    Returns: x, whose gradient includes that of the halos if x is read from here on; the halos.
     """
-    tails = torch.stack([_last(piece, past) for piece in x_1TC[0].split(plan.local_sizes)])
+    x_1TC, tails = _Tails.apply(x_1TC, plan.local_sizes, past)
     line = gather_pieces(tails, plan).flatten(0, 1)
     back = torch.arange(past, 0, -1, device=x_1TC.device)  # steps back from the first token
     from_end = back[:, None] - plan.distance[:, None]  # [P, past, G], 1 for the last token of piece g
@@ -121,7 +143,7 @@ def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: Contex
         step = (torch.arange(past, device=line.device) + known).clamp(max=past - 1)
         older = heads.gather(1, step[..., None].expand_as(heads))
         halo = torch.where(inside.any(-1)[..., None], halo, older)
-    return with_incoming(first, halo, plan)
+    return x_1TC, with_incoming(first, halo, plan)
 
 
 def _last(piece: Tensor, past: int) -> Tensor:

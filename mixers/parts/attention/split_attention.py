@@ -124,7 +124,8 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, plan: 
     """
     past, sizes, S = W - 1, plan.local_sizes, plan.segments
     E, kv = k.shape[-1], torch.cat([k, v], -1)
-    halo = torch.unflatten(previous_tokens(kv.flatten(2), None, past, plan)[::S], -1, kv.shape[2:])
+    line, halos = previous_tokens(kv.flatten(2), None, past, plan)
+    kv, halo = (torch.unflatten(x, -1, kv.shape[2:]) for x in (line, halos[::S]))
     rows = torch.cat([torch.cat([h, x]) for h, x in zip(halo, kv[0].split(sizes), strict=True)])[None]
     reach = torch.where(plan.distance >= 0, plan.distance + plan.lengths, 0).amax(1)  # tokens of the document before
     known = torch.where(plan.receives, reach.clamp(max=past), 0)
