@@ -58,7 +58,9 @@ def combine_pieces(gmem, n, hv, vs, in_v, keys, in_keys, traits: tl.constexpr, N
     HV: tl.constexpr = traits.HV
     K: tl.constexpr = traits.K
     V: tl.constexpr = traits.V
-    ROWS: tl.constexpr = V if traits.REVERSE else V + K
+    REVERSE: tl.constexpr = traits.REVERSE
+    PREC: tl.constexpr = traits.PREC
+    ROWS: tl.constexpr = V if REVERSE else V + K
     S = zero_tiles(traits.BV, traits.K0, traits.K1)
     chain = gmem.chain + n * traits.LINKS
     for link in range(tl.load(chain)):
@@ -66,7 +68,7 @@ def combine_pieces(gmem, n, hv, vs, in_v, keys, in_keys, traits: tl.constexpr, N
         N = load_tiles(gmem.pieces + piece * ROWS * K, vs, keys, in_v, in_keys, K, NK)
         if link > 0:
             M = gmem.piece_maps + piece * (V + K) * K + V * K
-            N = apply_map(N, S, M, keys, in_keys, K, traits.REVERSE, traits.PREC, NK)
+            N = apply_map(N, S, M, keys, in_keys, K, REVERSE, PREC, NK)
         S = N
     return S
 
@@ -100,6 +102,7 @@ def combine_kernel(gmem, T, window, windows, traits: tl.constexpr):
     BV: tl.constexpr = traits.BV
     SEGMENT_CHUNKS: tl.constexpr = traits.SEGMENT_CHUNKS
     REVERSE: tl.constexpr = traits.REVERSE
+    PREC: tl.constexpr = traits.PREC
     TOTAL: tl.constexpr = traits.TOTAL
     ROWS: tl.constexpr = V + K if TOTAL and not REVERSE else V
     TILES: tl.constexpr = (ROWS + BV - 1) // BV
@@ -144,7 +147,7 @@ def combine_kernel(gmem, T, window, windows, traits: tl.constexpr):
             # forward, the first segment needs no map: the scan computed its N_p from the initial state
             if (negligible == 0) & ((step > 0) | REVERSE | traits.CARRIED):
                 M = (gmem.ends if gmem.maps is None else gmem.maps) + offset + V * K
-                N = apply_map(N, S, M, keys, in_keys, K, REVERSE, traits.PREC, NK)
+                N = apply_map(N, S, M, keys, in_keys, K, REVERSE, PREC, NK)
             S = N
     if TOTAL:
         total = gmem.starts + (tl.cast(n, tl.int64) * HV + hv) * ROWS * K
