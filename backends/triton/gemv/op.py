@@ -3,6 +3,7 @@
 M rows, D inputs, N outputs
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 # 2 x 5888 channels take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` takes more rows, in 16 bits.
 MAX_ROWS = 2
 MAX_DOT_ROWS = 64
-MAX_MAPS = 4
+MAX_MAPS = 8
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
 LINE_BYTES = 128  # of the L2 cache
@@ -99,13 +100,13 @@ def _streams(x: Tensor, weights: Sequence[Tensor], around: Around) -> bool:
     device = device_spec(device_of(x).index)
     if architecture(device) != "sm90" or x.dtype.itemsize != 2 or x.shape[1] * 2 % _VECTOR:
         return False
-    return _stages(x, len(weights), around, device) > 2
+    return _stages(x, around, device) > 2
 
 
-def _stages(x: Tensor, maps: int, around: Around, device: DeviceSpec) -> int:
+def _stages(x: Tensor, around: Around, device: DeviceSpec) -> int:
     """Return the stages of a ring that leaves half of the shared memory of an SM to another program."""
     M, D = x.shape
-    inputs = M * (maps if around.previous is not None else 1) * cdiv(D, STREAM_BLOCK) * STREAM_BLOCK * 4
+    inputs = M * max(1, len({*around.mixed})) * cdiv(D, STREAM_BLOCK) * STREAM_BLOCK * 4
     return (device.shared_memory // 2 - inputs - _RESERVED) // _STAGE_BYTES
 
 
@@ -120,7 +121,7 @@ def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
 def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: Launch) -> None:
     """Write the products to y."""
     from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
-    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, gemv_kernel
+    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, Weights, gemv_kernel
     from deltazoo.backends.triton.gemv.kernels.stream import StreamTraits, stream_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
@@ -131,28 +132,34 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
     device = device_spec(device_of(x).index)
     overlap = architecture(device) == "sm90"
     norm_weight, residual = around.norm_weight, around.residual
+    total, maps = sum(outputs), len(outputs)
     shared: dict[str, Any] = {
-        "M": M, "D": D, "N": (*outputs, *[0] * (MAX_MAPS - len(outputs))),
+        "M": M, "D": D, "MAPS": maps, "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
         "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
         "GATED": around.gated, "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
-        "MIX": (*around.mixed, *[0] * (MAX_MAPS - len(around.mixed))),
     }  # fmt: skip
     tensors = {
         "x": x, "norm_weight": None if norm_weight is None else ready(norm_weight),
         "residual": None if residual is None else residual.contiguous(), "y": y,
         "previous": None if around.previous is None else ready(around.previous),
         "mix": None if around.mix is None else ready(around.mix),
-        **{f"w{i}": ready(weights[i]) if i < len(weights) else None for i in range(MAX_MAPS)},
+        "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
     if isinstance(launch, StreamLaunch):
-        stages = min(launch.stages, _stages(x, len(weights), around, device))
-        programs = min(device.processors, sum(outputs))
-        stream_traits = StreamTraits(BLOCKS=cdiv(D, STREAM_BLOCK), PROGRAMS=programs, STAGES=stages, **shared)
+        programs, blocks = min(device.processors, total), cdiv(D, STREAM_BLOCK)
+        tiles = cdiv(cdiv(total, programs), 8 if around.gated else 16) + maps - 1
+        stages = min(launch.stages, _stages(x, around, device), 1 + tiles * blocks)
+        mix = sorted({*around.mixed}) or [0]
+        stream_traits = StreamTraits(
+            BLOCKS=blocks, PROGRAMS=programs, STAGES=stages, INPUTS=len(mix), MIX=(*mix,),
+            INPUT=tuple(mix.index(row) for row in around.mixed or [0] * maps), **shared,
+        )  # fmt: skip
         run = launcher(stream_kernel, tensors, {"traits": stream_traits}, Options(_STREAM_WARPS, overlap=True))
         run(programs, {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())})
         return
-    tiles = sum(cdiv(n, launch.rows) for n in outputs)
-    shared |= {"ROWS": launch.rows, "OVERLAP": overlap}
+    ends = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in outputs))
+    tiles = ends[-1]
+    shared |= {"TILES": ends, "ROWS": launch.rows, "MIX": (*around.mixed,) or (0,) * maps, "OVERLAP": overlap}
     kernel: Any
     traits: Any
     if isinstance(launch, DotLaunch):

@@ -1,6 +1,6 @@
 """Products of few rows x [M, D] with weights [N, D]: each weight is read once, with the operations around the product.
 
-    y = W x                                          of up to four maps, as consecutive columns of y
+    y = W x                                          of up to eight maps, as consecutive columns of y
     y = W (norm_weight * x / sqrt(mean(x^2) + eps))  with NORM
     y = phi(y),  or y = phi(W_gate x) * (W_up x)     with ACTIVATION, and GATED
     y = residual + W x                               with RESIDUAL
@@ -12,7 +12,7 @@ D and the dtype alone, so that a row's result does not depend on M. The factor o
 M rows, D inputs, N outputs
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,11 +20,25 @@ import triton.language as tl
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
 
+class Weights(NamedTuple):
+    """The weights of each map [N, D], of which a kernel takes the first ones."""
+
+    w0: Any
+    w1: Any = None
+    w2: Any = None
+    w3: Any = None
+    w4: Any = None
+    w5: Any = None
+    w6: Any = None
+    w7: Any = None
+
+
 class GemvTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a program.
+        M, D: rows and width of x. MAPS: their number. N: outputs of each. FIRST, TILES: outputs, and tiles of ROWS
+            outputs, of the maps before each, and of all. ROWS: outputs of a program.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
         X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
         OVERLAP: see device/overlap.py.
@@ -32,7 +46,10 @@ class GemvTraits(NamedTuple):
 
     M: int
     D: int
+    MAPS: int
     N: tuple[int, ...]
+    FIRST: tuple[int, ...]
+    TILES: tuple[int, ...]
     ROWS: int
     BLOCK: int
     UNIT: int
@@ -85,53 +102,35 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def locate_map(tile, w0, w1, w2, w3, traits: tl.constexpr):
+def locate_map(tile, weights, traits: tl.constexpr):
     """Return the weights of a tile's map, its ROWS outputs, their number in the map, and the map's column of y."""
-    ROWS: tl.constexpr = traits.ROWS
-    N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    N3: tl.constexpr = traits.N[3]
-    END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
-    END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
-    END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
-    w = w0
-    size = tl.where(tile < END_0, N0, N1)
-    first = tl.where(tile < END_0, 0, N0)
-    before = tl.where(tile < END_0, 0, END_0)
-    if N1 > 0:
-        w = tl.where(tile < END_0, w, w1)
-    if N2 > 0:
-        w = tl.where(tile < END_1, w, w2)
-        size = tl.where(tile < END_1, size, N2)
-        first = tl.where(tile < END_1, first, N0 + N1)
-        before = tl.where(tile < END_1, before, END_1)
-    if N3 > 0:
-        w = tl.where(tile < END_2, w, w3)
-        size = tl.where(tile < END_2, size, N3)
-        first = tl.where(tile < END_2, first, N0 + N1 + N2)
-        before = tl.where(tile < END_2, before, END_2)
-    row = (tile - before) * ROWS + tl.arange(0, ROWS)
+    MAPS: tl.constexpr = traits.MAPS
+    w = weights[0]
+    size = tile * 0 + traits.N[0]
+    first = tile * 0
+    before = tile * 0
+    for i in tl.static_range(1, MAPS):
+        is_after = tile >= traits.TILES[i]
+        w = tl.where(is_after, weights[i], w)
+        size = tl.where(is_after, traits.N[i], size)
+        first = tl.where(is_after, traits.FIRST[i], first)
+        before = tl.where(is_after, traits.TILES[i], before)
+    row = (tile - before) * traits.ROWS + tl.arange(0, traits.ROWS)
     return tl.multiple_of(w, 16), row, size, first
 
 
 @triton.jit
 def locate_mix(tile, mix, traits: tl.constexpr):
     """Return the row of mix [.., D] of a tile's map."""
-    ROWS: tl.constexpr = traits.ROWS
-    N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
-    END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
-    END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
-    of_last = tl.where(tile < END_2, traits.MIX[2], traits.MIX[3])
-    row = tl.where(tile < END_0, traits.MIX[0], tl.where(tile < END_1, traits.MIX[1], of_last))
+    MAPS: tl.constexpr = traits.MAPS
+    row = tile * 0 + traits.MIX[0]
+    for i in tl.static_range(1, MAPS):
+        row = tl.where(tile >= traits.TILES[i], traits.MIX[i], row)
     return mix + row * traits.D
 
 
 @triton.jit
-def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, traits: tl.constexpr):
+def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, traits: tl.constexpr):
     """Compute ROWS outputs of one map for all rows.
 
     Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
@@ -143,9 +142,8 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
     STEPS: tl.constexpr = traits.STEPS
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    N3: tl.constexpr = traits.N[3]
+    MAPS: tl.constexpr = traits.MAPS
+    TOTAL: tl.constexpr = traits.FIRST[MAPS]
     if traits.OVERLAP:
         start_next()
         wait_for_previous()
@@ -162,14 +160,14 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
             inputs = inputs + (block,)
         factors = factors + (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + traits.EPS) if traits.NORM else 1.0,)
 
-    w, row, size, first = locate_map(tile, w0, w1, w2, w3, traits)
+    w, row, size, first = locate_map(tile, weights, traits)
     before = ()
     sums = ()
     ups = ()
     shifts = ()
     for m in tl.static_range(M):
         if traits.RESIDUAL:
-            at = m * (N0 + N1 + N2 + N3) + first + row
+            at = m * TOTAL + first + row
             before = before + (tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32),)
         sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
         ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
@@ -205,7 +203,7 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, trai
             out = activate(out, ACTIVATION)
         if traits.GATED:
             out *= tl.sum(ups[m], 1) * factors[m]
-        at = m * (N0 + N1 + N2 + N3) + first + row
+        at = m * TOTAL + first + row
         if traits.RESIDUAL:
             out += before[m]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)

@@ -24,7 +24,7 @@ BLOCK = gl.constexpr(512)  # inputs of a stage
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
 TILE_ROWS = gl.constexpr(gl.SliceLayout(1, TILE.value))
 TILE_COLUMNS = gl.constexpr(gl.SliceLayout(0, TILE.value))
-INPUTS = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
+INPUT_BLOCK = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
 SMEM_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
 SMEM_INPUTS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -33,12 +33,15 @@ class StreamTraits(NamedTuple):
     """Compile-time properties of a product: those of `GemvTraits`, with STAGES of the ring, 16 KB each.
 
     Args:
-        BLOCKS: ceil(D / BLOCK).
+        BLOCKS: ceil(D / BLOCK). INPUTS: number of different inputs, one, or with a token shift those of the rows MIX of
+            mix. INPUT: that of each map.
     """
 
     M: int
     D: int
+    MAPS: int
     N: tuple[int, ...]
+    FIRST: tuple[int, ...]
     BLOCKS: int
     PROGRAMS: int
     STAGES: int
@@ -49,75 +52,53 @@ class StreamTraits(NamedTuple):
     GATED: bool
     RESIDUAL: bool
     SHIFT: bool
+    INPUTS: int
     MIX: tuple[int, ...]
+    INPUT: tuple[int, ...]
 
 
 @gluon.jit
 def count_tiles(map: gl.constexpr, traits: gl.constexpr):
-    """Return the tiles of a map that the program computes, and their first and last output."""
-    N0: gl.constexpr = traits.N[0]
-    N1: gl.constexpr = traits.N[1]
-    N2: gl.constexpr = traits.N[2]
-    N3: gl.constexpr = traits.N[3]
-    TOTAL: gl.constexpr = N0 + N1 + N2 + N3
-    START: gl.constexpr = 0 if map == 0 else N0 if map == 1 else N0 + N1 if map == 2 else N0 + N1 + N2
-    SIZE: gl.constexpr = N0 if map == 0 else N1 if map == 1 else N2 if map == 2 else N3
-    OUTPUTS: gl.constexpr = 8 if traits.GATED else 16
+    """Return the tiles of a map that the program computes, and the first of its outputs and their end."""
+    MAPS: gl.constexpr = traits.MAPS
+    OUTPUTS: gl.constexpr = ROWS if traits.GATED else 2 * ROWS
     i = gl.program_id(0)
-    first = gl.maximum(i * TOTAL // traits.PROGRAMS - START, 0)
-    end = gl.minimum((i + 1) * TOTAL // traits.PROGRAMS - START, SIZE)
+    first = i * traits.FIRST[MAPS] // traits.PROGRAMS - traits.FIRST[map]
+    end = (i + 1) * traits.FIRST[MAPS] // traits.PROGRAMS - traits.FIRST[map]
+    first = gl.maximum(first, 0)
+    end = gl.minimum(end, traits.N[map])
     return gl.maximum(end - first + OUTPUTS - 1, 0) // OUTPUTS, first, end
 
 
 @gluon.jit
-def locate_tile(tile, w0, w1, w2, w3, traits: gl.constexpr):
+def locate_tile(tile, weights, traits: gl.constexpr):
     """Return the weights of a tile's map, its first output, the end of the map's outputs, the map's column of y, and
-    the map.
+    its input.
     """
-    N0: gl.constexpr = traits.N[0]
-    N1: gl.constexpr = traits.N[1]
-    N2: gl.constexpr = traits.N[2]
-    N3: gl.constexpr = traits.N[3]
-    OUTPUTS: gl.constexpr = 8 if traits.GATED else 16
+    MAPS: gl.constexpr = traits.MAPS
+    OUTPUTS: gl.constexpr = ROWS if traits.GATED else 2 * ROWS
     before, first, end = count_tiles(0, traits)
-    w = w0
+    w = weights[0]
     row = first + tile * OUTPUTS
     column = tile * 0
-    map = tile * 0
-    if N1 > 0:
-        count, first, last = count_tiles(1, traits)
-        after = tile >= before
-        w = gl.where(after, w1, w)
-        row = gl.where(after, first + (tile - before) * OUTPUTS, row)
-        end = gl.where(after, last, end)
-        column = gl.where(after, N0, column)
-        map = gl.where(after, 1, map)
+    input = tile * 0 + traits.INPUT[0]
+    for i in gl.static_range(1, MAPS):
+        count, first_of_map, end_of_map = count_tiles(i, traits)
+        is_after = tile >= before
+        w = gl.where(is_after, weights[i], w)
+        row = gl.where(is_after, first_of_map + (tile - before) * OUTPUTS, row)
+        end = gl.where(is_after, end_of_map, end)
+        column = gl.where(is_after, traits.FIRST[i], column)
+        input = gl.where(is_after, traits.INPUT[i], input)
         before += count
-    if N2 > 0:
-        count, first, last = count_tiles(2, traits)
-        after = tile >= before
-        w = gl.where(after, w2, w)
-        row = gl.where(after, first + (tile - before) * OUTPUTS, row)
-        end = gl.where(after, last, end)
-        column = gl.where(after, N0 + N1, column)
-        map = gl.where(after, 2, map)
-        before += count
-    if N3 > 0:
-        count, first, last = count_tiles(3, traits)
-        after = tile >= before
-        w = gl.where(after, w3, w)
-        row = gl.where(after, first + (tile - before) * OUTPUTS, row)
-        end = gl.where(after, last, end)
-        column = gl.where(after, N0 + N1 + N2, column)
-        map = gl.where(after, 3, map)
-    return gl.multiple_of(w, 16), row, end, column, map
+    return gl.multiple_of(w, 16), row, end, column, input
 
 
 @gluon.jit
-def copy_tile(low_s, high_s, tile, block, w0, w1, w2, w3, traits: gl.constexpr):
+def copy_tile(low_s, high_s, tile, block, weights, traits: gl.constexpr):
     """Issue the copies of a block of BLOCK inputs of both halves of a tile; rows beyond the last tile become zero."""
     D: gl.constexpr = traits.D
-    w, row, end, column, map = locate_tile(tile, w0, w1, w2, w3, traits)
+    w, row, end, column, input = locate_tile(tile, weights, traits)
     rows = row + gl.arange(0, ROWS, TILE_ROWS)
     d = block * BLOCK + gl.arange(0, BLOCK, TILE_COLUMNS)
     in_d = (d < D)[None, :]
@@ -148,7 +129,7 @@ def activate(x, ACTIVATION: gl.constexpr):
 @gluon.jit
 def load_row(x, block: gl.constexpr, D: gl.constexpr):
     """Load a block of a row in float32."""
-    d = block * BLOCK + gl.arange(0, BLOCK, INPUTS)
+    d = block * BLOCK + gl.arange(0, BLOCK, INPUT_BLOCK)
     return gl.load(x + d, mask=d < D, other=0.0).to(gl.float32)
 
 
@@ -166,9 +147,9 @@ def store_inputs(inputs_s, x, norm_weight, previous, mix, traits: gl.constexpr):
         for b in gl.static_range(BLOCKS):
             scales = scales + (load_row(norm_weight, b, D),)
     shares = ()
-    MAPS: gl.constexpr = 1 if not traits.SHIFT else (traits.N[1] > 0) + (traits.N[2] > 0) + (traits.N[3] > 0) + 1
+    INPUTS: gl.constexpr = traits.INPUTS
     if traits.SHIFT:
-        for i in gl.static_range(MAPS):
+        for i in gl.static_range(INPUTS):
             for b in gl.static_range(BLOCKS):
                 shares = shares + (load_row(mix + traits.MIX[i] * D, b, D),)
     for m in gl.static_range(M):
@@ -180,7 +161,7 @@ def store_inputs(inputs_s, x, norm_weight, previous, mix, traits: gl.constexpr):
                 befores = befores + (load_row(previous + m * D, b, D),)
         factor = 1.0
         if traits.NORM:
-            squares = gl.zeros([BLOCK], gl.float32, INPUTS)
+            squares = gl.zeros([BLOCK], gl.float32, INPUT_BLOCK)
             for b in gl.static_range(BLOCKS):
                 squares += values[b] * values[b]
             factor = gl.rsqrt(gl.sum(squares, 0) / D + traits.EPS)
@@ -188,7 +169,7 @@ def store_inputs(inputs_s, x, norm_weight, previous, mix, traits: gl.constexpr):
             value = values[b]
             if traits.NORM:
                 value = value * scales[b] * factor
-            for i in gl.static_range(MAPS):
+            for i in gl.static_range(INPUTS):
                 out = value
                 if traits.SHIFT:
                     out = value + (befores[b] - value) * shares[i * BLOCKS + b]
@@ -196,7 +177,7 @@ def store_inputs(inputs_s, x, norm_weight, previous, mix, traits: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["early"])
-def stream_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, early, traits: gl.constexpr):
+def stream_kernel(x, norm_weight, residual, previous, mix, weights, y, early, traits: gl.constexpr):
     """Compute the outputs of a program for all rows.
 
     Grid: PROGRAMS. Reads and writes what gemv_kernel does. early: whether the weights may be read before the kernel
@@ -206,23 +187,22 @@ def stream_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, ea
     BLOCKS: gl.constexpr = traits.BLOCKS
     STAGES: gl.constexpr = traits.STAGES
     ACTIVATION: gl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
-    COLUMNS: gl.constexpr = traits.N[0] + traits.N[1] + traits.N[2] + traits.N[3]
-    MAPS: gl.constexpr = 1 if not traits.SHIFT else (traits.N[1] > 0) + (traits.N[2] > 0) + (traits.N[3] > 0) + 1
-    dtype: gl.constexpr = w0.dtype.element_ty
+    MAPS: gl.constexpr = traits.MAPS
+    COLUMNS: gl.constexpr = traits.FIRST[MAPS]
+    dtype: gl.constexpr = weights[0].dtype.element_ty
     low_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK], SMEM_TILE)
     high_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK], SMEM_TILE)
-    inputs_s = gl.allocate_shared_memory(gl.float32, [MAPS * M * BLOCKS, BLOCK], SMEM_INPUTS)
+    inputs_s = gl.allocate_shared_memory(gl.float32, [traits.INPUTS * M * BLOCKS, BLOCK], SMEM_INPUTS)
     tiles, _, _ = count_tiles(0, traits)
-    for i in gl.static_range(1, 4):
-        if traits.N[i] > 0:
-            count, _, _ = count_tiles(i, traits)
-            tiles += count
+    for i in gl.static_range(1, MAPS):
+        count, _, _ = count_tiles(i, traits)
+        tiles += count
 
     start_next()
     if early == 0:
         wait_for_previous()
     for i in gl.static_range(STAGES - 1):
-        copy_tile(low_s.index(i), high_s.index(i), i // BLOCKS, i % BLOCKS, w0, w1, w2, w3, traits)
+        copy_tile(low_s.index(i), high_s.index(i), i // BLOCKS, i % BLOCKS, weights, traits)
     wait_for_previous()
     store_inputs(inputs_s, x, norm_weight, previous, mix, traits)
 
@@ -231,7 +211,7 @@ def stream_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, ea
     next_tile = (STAGES - 1) // BLOCKS
     next_block = (STAGES - 1) % BLOCKS
     for tile in range(tiles):
-        w, row, end, column, map = locate_tile(tile, w0, w1, w2, w3, traits)
+        w, row, end, column, input = locate_tile(tile, weights, traits)
         low_rows = row + gl.arange(0, ROWS, TILE_ROWS)
         high_rows = low_rows + ROWS
         befores = ()
@@ -245,7 +225,7 @@ def stream_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, ea
             sums = sums + (gl.zeros([ROWS, BLOCK], gl.float32, TILE),)
         for block in range(BLOCKS):
             async_copy.wait_group(STAGES - 2)
-            copy_tile(low_s.index(next_stage), high_s.index(next_stage), next_tile, next_block, w0, w1, w2, w3, traits)
+            copy_tile(low_s.index(next_stage), high_s.index(next_stage), next_tile, next_block, weights, traits)
             next_stage = gl.where(next_stage == STAGES - 1, 0, next_stage + 1)
             next_tile += gl.where(next_block == BLOCKS - 1, 1, 0)
             next_block = gl.where(next_block == BLOCKS - 1, 0, next_block + 1)
@@ -256,7 +236,7 @@ def stream_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, ea
             for m in gl.static_range(M):
                 at_input = m * BLOCKS + block
                 if traits.SHIFT:
-                    at_input += map * (M * BLOCKS)
+                    at_input += input * (M * BLOCKS)
                 value = inputs_s.index(at_input).load(TILE_COLUMNS)[None, :]
                 new_sums = new_sums + (sums[2 * m] + low * value, sums[2 * m + 1] + high * value)
             sums = new_sums
