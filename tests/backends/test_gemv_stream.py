@@ -1,4 +1,4 @@
-"""The Hopper kernel of the products of one or two rows against float64, emulated on a CPU (gluon_on_cpu.py)."""
+"""The Hopper kernels of the products of few rows against float64, emulated on a CPU (gluon_on_cpu.py)."""
 
 import pytest
 import torch
@@ -17,11 +17,12 @@ DEVICE = DeviceSpec("a small Hopper GPU", "cuda", (9, 0), 3, 232448)
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["copies when issued", "copies when awaited"])
 def emulated(request, monkeypatch):
-    from deltazoo.backends.triton.gemv.kernels import stream
+    from deltazoo.backends.triton.gemv.kernels import stream, stream_rows
     from deltazoo.backends.triton.runtime import launcher as runtime
 
-    (module,) = kernels("stream", package=GEMV).values()
-    monkeypatch.setattr(stream, "stream_kernel", module.stream_kernel)
+    one_row, several_rows = kernels("stream", "stream_rows", package=GEMV).values()
+    monkeypatch.setattr(stream, "stream_kernel", one_row.stream_kernel)
+    monkeypatch.setattr(stream_rows, "stream_rows_kernel", several_rows.stream_rows_kernel)
     monkeypatch.setattr(runtime, "launcher", launcher(runtime.launcher))
     monkeypatch.setattr(op, "device_spec", lambda _: DEVICE)
     monkeypatch.setattr(Timing, "late", request.param)
@@ -32,10 +33,10 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Ten
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_near(actual: Tensor, expected: Tensor) -> None:
+def assert_near(actual: Tensor, expected: Tensor, kernel: str = "stream_kernel") -> None:
     error = (actual.double() - expected).norm() / expected.norm()
     assert error <= (1e-3 if actual.dtype == torch.float16 else 5e-3), float(error)
-    assert LAUNCHED == ["stream_kernel"]
+    assert [kernel] == LAUNCHED
 
 
 @pytest.mark.parametrize("outputs", [(40,), (70, 1, 2, 30), (7, 90), (1, 1, 3)], ids=str)
@@ -82,9 +83,29 @@ def test_infinite_weights_of_other_outputs_change_nothing():
     assert torch.equal(torch.cat([y[:, :20], y[:, 21:]], 1), torch.cat([z[:, :20], z[:, 21:]], 1))
 
 
+@pytest.mark.parametrize("outputs", [(40,), (170, 1, 2, 330)], ids=str)
+@pytest.mark.parametrize(("M", "D"), [(3, 72), (33, 392)])
+def test_products_of_several_rows(M, D, outputs):
+    wide, weights = draw(M, D + 8), [draw(n, D, seed=n) for n in outputs]
+    x, residual = wide[:, 8:], draw(M, sum(outputs), seed=1)
+    y = op.gemv(x, None, 0.0, weights, residual, "", False, None, None, [])
+    exact = residual.double() + x.double() @ torch.cat(weights).double().T
+    assert_near(y, exact, "stream_rows_kernel")
+
+
+@pytest.mark.parametrize("outputs", [43, 250])
+def test_a_gated_mlp_of_several_rows(outputs):
+    x, weight = draw(5, 136, dtype=torch.float16), draw(2 * outputs, 136, dtype=torch.float16, seed=1)
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    y = op.gemv(x, None, 0.1, [weight], None, "gelu", True, None, None, [])
+    assert_near(y, F.gelu(gate, approximate="tanh") * up, "stream_rows_kernel")
+
+
 def test_other_inputs_take_the_portable_kernel():
     around = op.Around()
-    assert op.launch_of(draw(1, 72), [draw(3, 72)], around) == op.StreamLaunch()
-    assert isinstance(op.launch_of(draw(1, 70), [draw(3, 70)], around), op.GemvLaunch)  # rows of 140 bytes
-    assert isinstance(op.launch_of(draw(1, 72).float(), [draw(3, 72).float()], around), op.GemvLaunch)
-    assert isinstance(op.launch_of(draw(2, 16384), [draw(3, 16384)], around), op.GemvLaunch)  # too wide for the ring
+    assert op.launch_of(draw(1, 72), around) == op.StreamLaunch()
+    assert op.launch_of(draw(3, 72), around) == op.StreamRowsLaunch()
+    assert isinstance(op.launch_of(draw(3, 72), op.Around(draw(72))), op.DotLaunch)  # with a norm
+    assert isinstance(op.launch_of(draw(1, 70), around), op.GemvLaunch)  # rows of 140 bytes
+    assert isinstance(op.launch_of(draw(1, 72).float(), around), op.GemvLaunch)
+    assert isinstance(op.launch_of(draw(2, 16384), around), op.GemvLaunch)  # too wide for the ring

@@ -30,6 +30,7 @@ _WARP = 32
 _TILE_BYTES = 24576
 STREAM_BLOCK = 512  # inputs of a stage of `stream_kernel`, which reads 16 rows of the weights
 _STAGE_BYTES = 16 * 2 * STREAM_BLOCK
+ROWS_BLOCK = 64  # inputs of a stage of `stream_rows_kernel`, which reads 128 rows of the weights
 _STREAM_WARPS = 8
 _RESERVED = 768  # bytes of shared memory beside the ring and the inputs, with those that the driver reserves
 _MAX_STEPS = 16  # the kernel unrolls the loop over D
@@ -47,6 +48,12 @@ class StreamLaunch(NamedTuple):
     """most stages of the ring, 16 KB each, of which two programs must fit the shared memory of an SM."""
 
     stages: int = 6
+
+
+class StreamRowsLaunch(NamedTuple):
+    """most stages of the two rings, of which two programs must fit the shared memory of an SM."""
+
+    stages: int = 5
 
 
 class DotLaunch(NamedTuple):
@@ -82,25 +89,20 @@ class Around(NamedTuple):
     mixed: Sequence[int] = ()
 
 
-Launch = GemvLaunch | StreamLaunch | DotLaunch
+Launch = GemvLaunch | StreamLaunch | StreamRowsLaunch | DotLaunch
 
 
-def launch_of(x: Tensor, weights: Sequence[Tensor], around: Around) -> Launch:
+def launch_of(x: Tensor, around: Around) -> Launch:
     """Return the launch for the rows x [M, D]."""
+    device = device_spec(device_of(x).index)
+    streams = architecture(device) == "sm90" and x.dtype.itemsize == 2 and x.shape[1] * 2 % _VECTOR == 0
     if x.shape[0] > MAX_ROWS and x.dtype != torch.float32:
-        return DotLaunch()
-    if _streams(x, weights, around):
+        is_plain = around.norm_weight is None and around.previous is None
+        return StreamRowsLaunch() if streams and is_plain else DotLaunch()
+    if streams and _stages(x, around, device) > 2:
         return StreamLaunch()
     rows = _TILE_BYTES // (x.shape[1] * x.dtype.itemsize * (2 if around.gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
-
-
-def _streams(x: Tensor, weights: Sequence[Tensor], around: Around) -> bool:
-    """Whether `stream_kernel` takes a product: on sm_90, 16 bits, rows of a multiple of 16 bytes, room for its ring."""
-    device = device_spec(device_of(x).index)
-    if architecture(device) != "sm90" or x.dtype.itemsize != 2 or x.shape[1] * 2 % _VECTOR:
-        return False
-    return _stages(x, around, device) > 2
 
 
 def _stages(x: Tensor, around: Around, device: DeviceSpec) -> int:
@@ -114,7 +116,7 @@ def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
     y = _fake(x, norm_weight, eps, weights, *around)
     with torch.cuda.device_of(x):
         surroundings = Around(norm_weight, eps, *around)
-        launch_gemv(x, weights, surroundings, y, launch_of(x, weights, surroundings))
+        launch_gemv(x, weights, surroundings, y, launch_of(x, surroundings))
     return y
 
 
@@ -123,10 +125,13 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
     from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
     from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, Weights, gemv_kernel
     from deltazoo.backends.triton.gemv.kernels.stream import StreamTraits, stream_kernel
+    from deltazoo.backends.triton.gemv.kernels.stream_rows import StreamRowsTraits, stream_rows_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (M, D), size = x.shape, x.dtype.itemsize
-    if x.stride(1) != 1 or (x.data_ptr() % _VECTOR and not isinstance(launch, StreamLaunch)):
+    if x.stride(1) != 1 or (
+        (x.data_ptr() % _VECTOR or x.stride(0) * size % _VECTOR) and not isinstance(launch, StreamLaunch)
+    ):
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
     device = device_spec(device_of(x).index)
@@ -145,6 +150,18 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
         "mix": None if around.mix is None else ready(around.mix),
         "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
+    early = {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())}
+    if isinstance(launch, StreamRowsLaunch):
+        programs, columns = min(device.processors, total), max(16, power_of_two(M))
+        room = device.shared_memory // 2 - _RESERVED - 128 * columns * size
+        rows_traits = StreamRowsTraits(
+            COLUMNS=columns, BLOCKS=cdiv(D, ROWS_BLOCK), PROGRAMS=programs,
+            STAGES=min(launch.stages, room // ((128 + columns) * ROWS_BLOCK * size)),
+            **{name: value for name, value in shared.items() if name not in ("NORM", "EPS", "SHIFT")},
+        )  # fmt: skip
+        run = launcher(stream_rows_kernel, tensors, {"traits": rows_traits}, Options(_STREAM_WARPS, overlap=True))
+        run(programs, early)
+        return
     if isinstance(launch, StreamLaunch):
         programs, blocks = min(device.processors, total), cdiv(D, STREAM_BLOCK)
         tiles = cdiv(cdiv(total, programs), 8 if around.gated else 16) + maps - 1
@@ -155,7 +172,7 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
             INPUT=tuple(mix.index(row) for row in around.mixed or [0] * maps), **shared,
         )  # fmt: skip
         run = launcher(stream_kernel, tensors, {"traits": stream_traits}, Options(_STREAM_WARPS, overlap=True))
-        run(programs, {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())})
+        run(programs, early)
         return
     ends = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in outputs))
     tiles = ends[-1]
