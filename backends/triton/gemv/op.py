@@ -3,6 +3,7 @@
 M rows, D inputs, N outputs
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -99,17 +100,26 @@ def launch_of(x: Tensor, around: Around) -> Launch:
     if x.shape[0] > MAX_ROWS and x.dtype != torch.float32:
         is_plain = around.norm_weight is None and around.previous is None
         return StreamRowsLaunch() if streams and is_plain else DotLaunch()
-    if streams and _stages(x, around, device) > 2:
+    if streams and _stages(x, device) > 2:
         return StreamLaunch()
     rows = _TILE_BYTES // (x.shape[1] * x.dtype.itemsize * (2 if around.gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
 
 
-def _stages(x: Tensor, around: Around, device: DeviceSpec) -> int:
+def _stages(x: Tensor, device: DeviceSpec) -> int:
     """Return the stages of a ring that leaves half of the shared memory of an SM to another program."""
-    M, D = x.shape
-    inputs = M * max(1, len({*around.mixed})) * cdiv(D, STREAM_BLOCK) * STREAM_BLOCK * 4
+    inputs = x.shape[0] * cdiv(x.shape[1], STREAM_BLOCK) * STREAM_BLOCK * 4
     return (device.shared_memory // 2 - inputs - _RESERVED) // _STAGE_BYTES
+
+
+@functools.lru_cache(maxsize=1024)
+def programs_of(outputs: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return the programs of each map: at least one, and the longest has as few outputs as possible."""
+    counts = [1] * len(outputs)
+    for _ in range(min(most, sum(outputs)) - len(outputs)):
+        longest = max(range(len(outputs)), key=lambda i: outputs[i] / counts[i])
+        counts[longest] += 1
+    return tuple(counts)
 
 
 def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
@@ -137,7 +147,9 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
     device = device_spec(device_of(x).index)
     overlap = architecture(device) == "sm90"
     norm_weight, residual = around.norm_weight, around.residual
-    total, maps = sum(outputs), len(outputs)
+    maps = len(outputs)
+    kernel: Any
+    traits: Any
     shared: dict[str, Any] = {
         "M": M, "D": D, "MAPS": maps, "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
         "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
@@ -150,35 +162,32 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
         "mix": None if around.mix is None else ready(around.mix),
         "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
-    early = {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())}
-    if isinstance(launch, StreamRowsLaunch):
-        programs, columns = min(device.processors, total), max(16, power_of_two(M))
-        room = device.shared_memory // 2 - _RESERVED - 128 * columns * size
-        rows_traits = StreamRowsTraits(
-            COLUMNS=columns, BLOCKS=cdiv(D, ROWS_BLOCK), PROGRAMS=programs,
-            STAGES=min(launch.stages, room // ((128 + columns) * ROWS_BLOCK * size)),
-            **{name: value for name, value in shared.items() if name not in ("NORM", "EPS", "SHIFT")},
-        )  # fmt: skip
-        run = launcher(stream_rows_kernel, tensors, {"traits": rows_traits}, Options(_STREAM_WARPS, overlap=True))
-        run(programs, early)
-        return
-    if isinstance(launch, StreamLaunch):
-        programs, blocks = min(device.processors, total), cdiv(D, STREAM_BLOCK)
-        tiles = cdiv(cdiv(total, programs), 8 if around.gated else 16) + maps - 1
-        stages = min(launch.stages, _stages(x, around, device), 1 + tiles * blocks)
-        mix = sorted({*around.mixed}) or [0]
-        stream_traits = StreamTraits(
-            BLOCKS=blocks, PROGRAMS=programs, STAGES=stages, INPUTS=len(mix), MIX=(*mix,),
-            INPUT=tuple(mix.index(row) for row in around.mixed or [0] * maps), **shared,
-        )  # fmt: skip
-        run = launcher(stream_kernel, tensors, {"traits": stream_traits}, Options(_STREAM_WARPS, overlap=True))
-        run(programs, early)
+    if isinstance(launch, StreamLaunch | StreamRowsLaunch):
+        counts = programs_of((*outputs,), device.processors)
+        shared["PROGRAMS"] = (0, *itertools.accumulate(counts))
+        rows = max(cdiv(n, count) for n, count in zip(outputs, counts, strict=True))
+        numbers = (*around.mixed,) or (0,) * maps
+        if isinstance(launch, StreamLaunch):
+            blocks = cdiv(D, STREAM_BLOCK)
+            tiles = cdiv(rows, 8 if around.gated else 16)
+            stages = min(launch.stages, _stages(x, device), 1 + tiles * blocks)
+            traits = StreamTraits(BLOCKS=blocks, STAGES=stages, INPUT=numbers, **shared)
+            kernel = stream_kernel
+        else:
+            columns = max(16, power_of_two(M))
+            room = device.shared_memory // 2 - _RESERVED - 128 * columns * size
+            stages = min(launch.stages, room // ((128 + columns) * ROWS_BLOCK * size))
+            given = {name: value for name, value in shared.items() if name not in ("NORM", "EPS", "SHIFT")}
+            traits = StreamRowsTraits(
+                COLUMNS=columns, BLOCKS=cdiv(D, ROWS_BLOCK), STAGES=stages, INPUT=numbers, **given
+            )
+            kernel = stream_rows_kernel
+        run = launcher(kernel, tensors, {"traits": traits}, Options(_STREAM_WARPS, overlap=True))
+        run(sum(counts), {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())})
         return
     ends = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in outputs))
     tiles = ends[-1]
     shared |= {"TILES": ends, "ROWS": launch.rows, "MIX": (*around.mixed,) or (0,) * maps, "OVERLAP": overlap}
-    kernel: Any
-    traits: Any
     if isinstance(launch, DotLaunch):
         ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
         columns = max(16, power_of_two(M))

@@ -4,8 +4,8 @@ With programmatic dependent launch a kernel starts while the one before it runs.
 depend on that kernel, so that their copies are issued first; two kernels share an SM, of which one waits with a full
 ring. Memory then delivers weights also while kernels end and begin.
 
-There is one program per SM. Each computes the same number of outputs, give or take one. Its 8 warps take one row of the
-weights each, twice: two outputs, or the gate and the value of one. Sums are in float32.
+There is one program per SM. Each computes outputs of one map, and all compute nearly as many. Its 8 warps take one row
+of the weights each, twice: two outputs, or the gate and the value of one. Sums are in float32.
 
 M rows, D inputs, N outputs
 """
@@ -33,8 +33,7 @@ class StreamTraits(NamedTuple):
     """Compile-time properties of a product: those of `GemvTraits`, with STAGES of the ring, 16 KB each.
 
     Args:
-        BLOCKS: ceil(D / BLOCK). INPUTS: number of different inputs, one, or with a token shift those of the rows MIX of
-            mix. INPUT: that of each map.
+        BLOCKS: ceil(D / BLOCK). PROGRAMS: programs of the maps before each, and of all. INPUT: row of mix of each map.
     """
 
     M: int
@@ -43,7 +42,7 @@ class StreamTraits(NamedTuple):
     N: tuple[int, ...]
     FIRST: tuple[int, ...]
     BLOCKS: int
-    PROGRAMS: int
+    PROGRAMS: tuple[int, ...]
     STAGES: int
     X_STRIDE: int
     NORM: bool
@@ -52,53 +51,39 @@ class StreamTraits(NamedTuple):
     GATED: bool
     RESIDUAL: bool
     SHIFT: bool
-    INPUTS: int
-    MIX: tuple[int, ...]
     INPUT: tuple[int, ...]
 
 
 @gluon.jit
-def count_tiles(map: gl.constexpr, traits: gl.constexpr):
-    """Return the tiles of a map that the program computes, and the first of its outputs and their end."""
-    MAPS: gl.constexpr = traits.MAPS
-    OUTPUTS: gl.constexpr = ROWS if traits.GATED else 2 * ROWS
-    i = gl.program_id(0)
-    first = i * traits.FIRST[MAPS] // traits.PROGRAMS - traits.FIRST[map]
-    end = (i + 1) * traits.FIRST[MAPS] // traits.PROGRAMS - traits.FIRST[map]
-    first = gl.maximum(first, 0)
-    end = gl.minimum(end, traits.N[map])
-    return gl.maximum(end - first + OUTPUTS - 1, 0) // OUTPUTS, first, end
-
-
-@gluon.jit
-def locate_tile(tile, weights, traits: gl.constexpr):
-    """Return the weights of a tile's map, its first output, the end of the map's outputs, the map's column of y, and
-    its input.
+def locate_program(weights, traits: gl.constexpr):
+    """Return the weights of the program's map, its first output, the end of its outputs, the map's column of y, and its
+    INPUT.
     """
     MAPS: gl.constexpr = traits.MAPS
-    OUTPUTS: gl.constexpr = ROWS if traits.GATED else 2 * ROWS
-    before, first, end = count_tiles(0, traits)
+    i = gl.program_id(0)
     w = weights[0]
-    row = first + tile * OUTPUTS
-    column = tile * 0
-    input = tile * 0 + traits.INPUT[0]
-    for i in gl.static_range(1, MAPS):
-        count, first_of_map, end_of_map = count_tiles(i, traits)
-        is_after = tile >= before
-        w = gl.where(is_after, weights[i], w)
-        row = gl.where(is_after, first_of_map + (tile - before) * OUTPUTS, row)
-        end = gl.where(is_after, end_of_map, end)
-        column = gl.where(is_after, traits.FIRST[i], column)
-        input = gl.where(is_after, traits.INPUT[i], input)
-        before += count
-    return gl.multiple_of(w, 16), row, end, column, input
+    size = i * 0 + traits.N[0]
+    column = i * 0
+    before = i * 0
+    count = i * 0 + traits.PROGRAMS[1]
+    number = i * 0 + traits.INPUT[0]
+    for m in gl.static_range(1, MAPS):
+        is_after = i >= traits.PROGRAMS[m]
+        w = gl.where(is_after, weights[m], w)
+        size = gl.where(is_after, traits.N[m], size)
+        column = gl.where(is_after, traits.FIRST[m], column)
+        before = gl.where(is_after, traits.PROGRAMS[m], before)
+        count = gl.where(is_after, traits.PROGRAMS[m + 1] - traits.PROGRAMS[m], count)
+        number = gl.where(is_after, traits.INPUT[m], number)
+    return gl.multiple_of(w, 16), (i - before) * size // count, (i - before + 1) * size // count, column, number
 
 
 @gluon.jit
-def copy_tile(low_s, high_s, tile, block, weights, traits: gl.constexpr):
-    """Issue the copies of a block of BLOCK inputs of both halves of a tile; rows beyond the last tile become zero."""
+def copy_tile(low_s, high_s, w, row, end, block, traits: gl.constexpr):
+    """Issue the copies of a block of BLOCK inputs of a tile from output `row` on; rows of outputs from `end` on become
+    zero.
+    """
     D: gl.constexpr = traits.D
-    w, row, end, column, input = locate_tile(tile, weights, traits)
     rows = row + gl.arange(0, ROWS, TILE_ROWS)
     d = block * BLOCK + gl.arange(0, BLOCK, TILE_COLUMNS)
     in_d = (d < D)[None, :]
@@ -134,24 +119,21 @@ def load_row(x, block: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def store_inputs(inputs_s, x, norm_weight, previous, mix, traits: gl.constexpr):
-    """Store what the weights are multiplied with to shared memory: blocks of each row, with SHIFT for each map.
+def store_inputs(inputs_s, x, norm_weight, previous, share, traits: gl.constexpr):
+    """Store what the weights are multiplied with to shared memory: blocks of each row.
 
-    All loads are issued before the first value is used.
+    All loads are issued before the first value is used. share: the map's row of mix.
     """
     M: gl.constexpr = traits.M
     D: gl.constexpr = traits.D
     BLOCKS: gl.constexpr = traits.BLOCKS
     scales = ()
-    if traits.NORM:
-        for b in gl.static_range(BLOCKS):
-            scales = scales + (load_row(norm_weight, b, D),)
     shares = ()
-    INPUTS: gl.constexpr = traits.INPUTS
-    if traits.SHIFT:
-        for i in gl.static_range(INPUTS):
-            for b in gl.static_range(BLOCKS):
-                shares = shares + (load_row(mix + traits.MIX[i] * D, b, D),)
+    for b in gl.static_range(BLOCKS):
+        if traits.NORM:
+            scales = scales + (load_row(norm_weight, b, D),)
+        if traits.SHIFT:
+            shares = shares + (load_row(share, b, D),)
     for m in gl.static_range(M):
         values = ()
         befores = ()
@@ -169,11 +151,9 @@ def store_inputs(inputs_s, x, norm_weight, previous, mix, traits: gl.constexpr):
             value = values[b]
             if traits.NORM:
                 value = value * scales[b] * factor
-            for i in gl.static_range(INPUTS):
-                out = value
-                if traits.SHIFT:
-                    out = value + (befores[b] - value) * shares[i * BLOCKS + b]
-                inputs_s.index((i * M + m) * BLOCKS + b).store(out)
+            if traits.SHIFT:
+                value += (befores[b] - value) * shares[b]
+            inputs_s.index(m * BLOCKS + b).store(value)
 
 
 @gluon.jit(do_not_specialize=["early"])
@@ -192,26 +172,23 @@ def stream_kernel(x, norm_weight, residual, previous, mix, weights, y, early, tr
     dtype: gl.constexpr = weights[0].dtype.element_ty
     low_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK], SMEM_TILE)
     high_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK], SMEM_TILE)
-    inputs_s = gl.allocate_shared_memory(gl.float32, [traits.INPUTS * M * BLOCKS, BLOCK], SMEM_INPUTS)
-    tiles, _, _ = count_tiles(0, traits)
-    for i in gl.static_range(1, MAPS):
-        count, _, _ = count_tiles(i, traits)
-        tiles += count
+    inputs_s = gl.allocate_shared_memory(gl.float32, [M * BLOCKS, BLOCK], SMEM_INPUTS)
+    OUTPUTS: gl.constexpr = ROWS if traits.GATED else 2 * ROWS
+    w, first, end, column, share = locate_program(weights, traits)
 
     start_next()
     if early == 0:
         wait_for_previous()
     for i in gl.static_range(STAGES - 1):
-        copy_tile(low_s.index(i), high_s.index(i), i // BLOCKS, i % BLOCKS, weights, traits)
+        copy_tile(low_s.index(i), high_s.index(i), w, first + i // BLOCKS * OUTPUTS, end, i % BLOCKS, traits)
     wait_for_previous()
-    store_inputs(inputs_s, x, norm_weight, previous, mix, traits)
+    store_inputs(inputs_s, x, norm_weight, previous, mix + share * traits.D if traits.SHIFT else mix, traits)
 
     stage = 0
-    next_stage = STAGES - 1  # and the tile and the block that are copied into it
-    next_tile = (STAGES - 1) // BLOCKS
+    next_stage = STAGES - 1  # and the output and the block that are copied into it
+    next_row = first + (STAGES - 1) // BLOCKS * OUTPUTS
     next_block = (STAGES - 1) % BLOCKS
-    for tile in range(tiles):
-        w, row, end, column, input = locate_tile(tile, weights, traits)
+    for row in range(first, end, OUTPUTS):
         low_rows = row + gl.arange(0, ROWS, TILE_ROWS)
         high_rows = low_rows + ROWS
         befores = ()
@@ -225,19 +202,16 @@ def stream_kernel(x, norm_weight, residual, previous, mix, weights, y, early, tr
             sums = sums + (gl.zeros([ROWS, BLOCK], gl.float32, TILE),)
         for block in range(BLOCKS):
             async_copy.wait_group(STAGES - 2)
-            copy_tile(low_s.index(next_stage), high_s.index(next_stage), next_tile, next_block, weights, traits)
+            copy_tile(low_s.index(next_stage), high_s.index(next_stage), w, next_row, end, next_block, traits)
             next_stage = gl.where(next_stage == STAGES - 1, 0, next_stage + 1)
-            next_tile += gl.where(next_block == BLOCKS - 1, 1, 0)
+            next_row += gl.where(next_block == BLOCKS - 1, OUTPUTS, 0)
             next_block = gl.where(next_block == BLOCKS - 1, 0, next_block + 1)
             low = low_s.index(stage).load(TILE).to(gl.float32)
             high = high_s.index(stage).load(TILE).to(gl.float32)
             stage = gl.where(stage == STAGES - 1, 0, stage + 1)
             new_sums = ()
             for m in gl.static_range(M):
-                at_input = m * BLOCKS + block
-                if traits.SHIFT:
-                    at_input += input * (M * BLOCKS)
-                value = inputs_s.index(at_input).load(TILE_COLUMNS)[None, :]
+                value = inputs_s.index(m * BLOCKS + block).load(TILE_COLUMNS)[None, :]
                 new_sums = new_sums + (sums[2 * m] + low * value, sums[2 * m + 1] + high * value)
             sums = new_sums
         for m in gl.static_range(M):

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from deltazoo.backends.triton.chunk.kernels.sm90.gluon_versions import async_load, barrier
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels.stream import activate
+from deltazoo.backends.triton.gemv.kernels.stream import activate, locate_program
 
 ROWS = gl.constexpr(128)  # of the weights in a tile
 BLOCK = gl.constexpr(64)  # inputs of a stage
@@ -27,9 +27,9 @@ OUT = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 8], [0, 1]))
 
 
 class StreamRowsTraits(NamedTuple):
-    """Compile-time properties of a product: those of `StreamTraits`, with x after its norm.
+    """Compile-time properties of a product: those of `StreamTraits`, with x after its norm and its token shift.
 
-    Args: COLUMNS: M rounded up to a power of two, at least 16.
+    Args: COLUMNS: M rounded up to a power of two, at least 16. INPUT: the matrix of x that each map reads.
     """
 
     M: int
@@ -39,35 +39,31 @@ class StreamRowsTraits(NamedTuple):
     FIRST: tuple[int, ...]
     COLUMNS: int
     BLOCKS: int
-    PROGRAMS: int
+    PROGRAMS: tuple[int, ...]
     STAGES: int
     X_STRIDE: int
     ACTIVATION: str
     GATED: bool
     RESIDUAL: bool
+    INPUT: tuple[int, ...]
 
 
 @gluon.jit
-def copy_weights(tile_s, output, end, block, weights, traits: gl.constexpr):
+def copy_weights(tile_s, w, output, end, block, traits: gl.constexpr):
     """Issue the copies of a block of the weights of outputs from `output` on; those from `end` on become zero.
 
     With a gate, rows i and i + 8 of each 16 are the gate and the value of an output: one thread has both sums.
     """
-    MAPS: gl.constexpr = traits.MAPS
     D: gl.constexpr = traits.D
     i = gl.arange(0, ROWS, TILE_ROWS)
     if traits.GATED:
         row = output + i // 16 * 8 + i % 8
-        at = weights[0] + (row + i // 8 % 2 * traits.N[0]).to(gl.int64) * D
+        at = w + (row + i // 8 % 2 * traits.N[0]).to(gl.int64)[:, None] * D
     else:
         row = output + i
-        at = weights[0] + row.to(gl.int64) * D
-        for m in gl.static_range(1, MAPS):
-            of_map = weights[m] + (row - traits.FIRST[m]).to(gl.int64) * D
-            at = gl.where(row >= traits.FIRST[m], of_map, at)
-    at = gl.multiple_of(at, [16])
+        at = w + row.to(gl.int64)[:, None] * D
     d = block * BLOCK + gl.arange(0, BLOCK, TILE_COLUMNS)
-    async_load(tile_s, at[:, None] + d[None, :], mask=(row < end)[:, None] & (d < D)[None, :])
+    async_load(tile_s, at + d[None, :], mask=(row < end)[:, None] & (d < D)[None, :])
 
 
 @gluon.jit
@@ -95,28 +91,27 @@ def stream_rows_kernel(x, residual, weights, y, early, traits: gl.constexpr):
     Grid: PROGRAMS. Reads x [M, D], residual [M, N], weights as gemv_kernel. Writes y [M, N of all maps]. early: as of
     stream_kernel.
     """
-    MAPS: gl.constexpr = traits.MAPS
     BLOCKS: gl.constexpr = traits.BLOCKS
     STAGES: gl.constexpr = traits.STAGES
     COLUMNS: gl.constexpr = traits.COLUMNS
     ACTIVATION: gl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
-    TOTAL: gl.constexpr = traits.FIRST[MAPS]
     OUTPUTS: gl.constexpr = ROWS // 2 if traits.GATED else ROWS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, COLUMNS, 16]
     )
     weights_s = gl.allocate_shared_memory(weights[0].dtype.element_ty, [STAGES, ROWS, BLOCK], SMEM)
     inputs_s = gl.allocate_shared_memory(weights[0].dtype.element_ty, [STAGES, COLUMNS, BLOCK], SMEM)
-    first = gl.program_id(0) * TOTAL // traits.PROGRAMS
-    end = (gl.program_id(0) + 1) * TOTAL // traits.PROGRAMS
+    w, first, end, column, input = locate_program(weights, traits)
 
     start_next()
     if early == 0:
         wait_for_previous()
     for i in gl.static_range(STAGES - 1):
-        copy_weights(weights_s.index(i), first + i // BLOCKS * OUTPUTS, end, i % BLOCKS, weights, traits)
+        copy_weights(weights_s.index(i), w, first + i // BLOCKS * OUTPUTS, end, i % BLOCKS, traits)
         async_copy.commit_group()
     wait_for_previous()
+    x += gl.multiple_of(input * (traits.M * traits.X_STRIDE), 8)
+    y += column
     for i in gl.static_range(STAGES - 1):
         copy_inputs(inputs_s.index(i), x, i % BLOCKS, traits)
         async_copy.commit_group()
@@ -131,7 +126,7 @@ def stream_rows_kernel(x, residual, weights, y, early, traits: gl.constexpr):
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
             barrier()
-            copy_weights(weights_s.index(next_stage), next_output, end, next_block, weights, traits)
+            copy_weights(weights_s.index(next_stage), w, next_output, end, next_block, traits)
             copy_inputs(inputs_s.index(next_stage), x, next_block, traits)
             async_copy.commit_group()
             next_stage = gl.where(next_stage == STAGES - 1, 0, next_stage + 1)
@@ -147,6 +142,6 @@ def stream_rows_kernel(x, residual, weights, y, early, traits: gl.constexpr):
             out = activate(acc, ACTIVATION)
             if traits.RESIDUAL:
                 at, mask = locate_outputs(output, end, OUTPUTS, acc_layout, traits)
-                out += gl.load(residual + at, mask=mask, other=0.0).to(gl.float32)
+                out += gl.load(residual + column + at, mask=mask, other=0.0).to(gl.float32)
         at, mask = locate_outputs(output, end, OUTPUTS, OUT, traits)
         gl.store(y + at, gl.convert_layout(out.to(y.dtype.element_ty), OUT), mask=mask)
