@@ -1,5 +1,6 @@
 """Products of the few rows of a decode step against float64: in Triton's interpreter, or on a GPU."""
 
+import re
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 from deltazoo.backends.ops import gemv as module
 from deltazoo.backends.ops.gemv import Norm, Shift, add_product, hidden, products, refusals, shifted_products
 from deltazoo.backends.ops.rms_norm import rms_norm
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.gemv import op
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -118,7 +120,7 @@ def test_columns_of_a_wider_tensor_are_read_in_place():
 
 @needs_triton
 def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
-    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1, stages=1))
+    monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1))
     x, weight = draw(1, 4000), draw(3, 4000)
     assert_near(op.gemv(x, None, 0.0, [weight], None, "", False, None, None, []), x.double() @ weight.double().T)
 
@@ -132,19 +134,27 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
         pytest.skip("more rows are products of torch in float32")
     compiler = Compiler(all=True)
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
-    monkeypatch.setattr(op, "architecture", lambda _: "sm90")
+    monkeypatch.setattr(op, "device_spec", lambda _: DeviceSpec("NVIDIA H100", "cuda", (9, 0), 132, 232448))
     x, norm = torch.empty(M, 1, 2400, dtype=dtype), Norm(torch.empty(2400, dtype=dtype), 1e-5)
     products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm)
     hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
     add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
-    kernels = [kernel for name, kernel in compiler.compiled if name in ("gemv_kernel", "few_rows_kernel")]
-    assert len(kernels) == (3 if M <= op.MAX_ROWS else 1)  # torch computes the other products of more rows
-    for kernel in kernels:
+    if M == 1:
+        mix, maps = torch.empty(6, 2400, dtype=dtype), [torch.empty(n, 2400, dtype=dtype) for n in (2048, 96, 2048)]
+        shifted_products(x, maps, norm, Shift(x, mix, (0, 1, 4)))
+    expected = "gemv_kernel" if dtype == torch.float32 else "stream_kernel" if M <= op.MAX_ROWS else "few_rows_kernel"
+    names = [name for name, _ in compiler.compiled if name != "rms_norm_kernel" and "glu" not in name]
+    assert names == [expected] * {1: 4, 2: 3}.get(M, 1)  # torch computes the other products of more rows
+    for kernel in [kernel for name, kernel in compiler.compiled if name == expected]:
         ptx = kernel.asm["ptx"]
-        assert "griddepcontrol.wait" in ptx and "prefetch.global.L2" in ptx
-        copies = [line for line in ptx.splitlines() if "cp.async.cg.shared.global" in line]
-        assert copies and all("0x10" in line for line in copies)
+        wide = re.compile(r"ld\.global\S*v4\.b32|cp\.async\.cg\.shared\.global .* 0x10")
+        narrow = re.compile(r"cp\.async\.ca|cp\.async\.cg\.shared\.global .* 0x[48],")
+        assert "griddepcontrol.wait" in ptx and wide.search(ptx) and not narrow.search(ptx)
         assert "LDL" not in disassemble(kernel.asm["cubin"])
+        if expected == "stream_kernel":
+            before, after = ptx.split("griddepcontrol.wait", 2)[1:]
+            assert "cp.async" in before and "ld.global" not in before and "ld.global" in after
+            assert 2 * (kernel.metadata.shared + 1024) <= 233472  # two programs share an SM
 
 
 @needs_triton

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 
 
 class RWKV7Traits(NamedTuple):
@@ -66,6 +66,13 @@ def low_rank(low, weight, row, in_rows, RANK: tl.constexpr, ACTIVATION: tl.const
 
 
 @triton.jit
+def prefetch_rows(weight, row, SIZE: tl.constexpr):
+    """Request rows of SIZE numbers of at least 16 bits, at valid addresses, from memory into the L2 cache."""
+    for start in tl.static_range(0, SIZE, 64):
+        prefetch_line(weight + row * SIZE + start)
+
+
+@triton.jit
 def load_channels(x, channel, mask):
     """Load channels in float32."""
     return tl.load(x + channel, mask=mask, other=0.0).to(tl.float32)
@@ -98,6 +105,14 @@ def rwkv7_step_kernel(
     key = h * K + ks
     column = h * V + vs
     if traits.OVERLAP:
+        near_key = h * K + tl.minimum(ks, K - 1)
+        near_column = h * V + tl.minimum(vs, V - 1)
+        prefetch_rows(states + b * H * K * V, near_key, V)
+        prefetch_rows(decay, near_key, traits.DECAY)
+        prefetch_rows(rate, near_key, traits.RATE)
+        prefetch_rows(gate, near_column, traits.GATE)
+        if traits.VALUE > 0:
+            prefetch_rows(value, near_column, traits.VALUE)
         wait_for_previous()
     at = states + (b * H + h) * K * V + ks[:, None] * V + vs[None, :]
     S = tl.load(at, mask=in_k[:, None] & in_v[None, :], other=0.0)

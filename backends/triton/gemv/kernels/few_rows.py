@@ -19,7 +19,7 @@ class FewRowsTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a program.
+        M, D: rows and width of x. MAPS, N, FIRST, TILES: as in `GemvTraits`. ROWS: outputs of a program.
         COLUMNS: M rounded up to a power of two. BLOCK: inputs that a program reads at a time. STAGES: blocks in flight.
         LINES: cache lines of a row of the weights that are requested before the kernel's operands are ready.
         X_STRIDE: elements from row to row of x. SHIFT, MIX, OVERLAP: as in `GemvTraits`.
@@ -27,7 +27,10 @@ class FewRowsTraits(NamedTuple):
 
     M: int
     D: int
+    MAPS: int
     N: tuple[int, ...]
+    FIRST: tuple[int, ...]
+    TILES: tuple[int, ...]
     ROWS: int
     COLUMNS: int
     BLOCK: int
@@ -52,7 +55,7 @@ def prefetch_rows(w, row, size, traits: tl.constexpr):
 
 
 @triton.jit
-def few_rows_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, traits: tl.constexpr):
+def few_rows_kernel(x, norm_weight, residual, previous, mix, weights, y, traits: tl.constexpr):
     """Compute ROWS outputs of one map for all rows.
 
     Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
@@ -65,12 +68,11 @@ def few_rows_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, 
     COLUMNS: tl.constexpr = traits.COLUMNS
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    N3: tl.constexpr = traits.N[3]
+    MAPS: tl.constexpr = traits.MAPS
+    TOTAL: tl.constexpr = traits.FIRST[MAPS]
     if traits.OVERLAP:
         start_next()
-    w, row, size, first = locate_map(tl.program_id(0), w0, w1, w2, w3, traits)
+    w, row, size, first = locate_map(tl.program_id(0), weights, traits)
     if traits.OVERLAP:
         if traits.LINES > 0:
             prefetch_rows(w, row, size, traits)
@@ -119,7 +121,7 @@ def few_rows_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, 
         sums = activate(sums, ACTIVATION)
     if traits.GATED:
         sums *= ups
-    at = ms[None, :].to(tl.int64) * (N0 + N1 + N2 + N3) + first + row[:, None]
+    at = ms[None, :].to(tl.int64) * TOTAL + first + row[:, None]
     mask = in_n[:, None] & in_m[None, :]
     if traits.RESIDUAL:
         sums += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
