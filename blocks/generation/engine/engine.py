@@ -82,8 +82,9 @@ class Engine:
             kept; None: an eighth of the memory of a CUDA device, 256 MiB elsewhere.
         compile: compile the decoding step for each of its sizes, as `Decoder` does.
         speculate: number of tokens that a decoding step drafts for each request by prompt lookup, and verifies in one
-            pass with the next one (`deltazoo.blocks.generation.speculation`); 0: none. A request with another number of
-            accepted drafts does not wait for others. A request needs space for so many tokens more in the caches.
+            pass with the next one (`deltazoo.blocks.generation.speculation`); 0: none. Each request advances by its own
+            number of accepted drafts. Steps of many requests have no drafts. A request needs space for so many tokens
+            more in the caches.
     Raises: InputError or a subclass; StateError: the model needs `cache_tokens`.
     """
 
