@@ -25,6 +25,7 @@ def emulated(request, monkeypatch):
     monkeypatch.setattr(stream_rows, "stream_rows_kernel", several_rows.stream_rows_kernel)
     monkeypatch.setattr(runtime, "launcher", launcher(runtime.launcher))
     monkeypatch.setattr(op, "device_spec", lambda _: DEVICE)
+    monkeypatch.setattr(op, "STREAMS_ONE_ROW", True)
     monkeypatch.setattr(Timing, "late", request.param)
     LAUNCHED.clear()
 

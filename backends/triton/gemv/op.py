@@ -24,6 +24,7 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 # 2 x 5888 channels take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows. `stream_rows_kernel` takes more rows.
 MAX_ROWS = 2
 MAX_STREAMED_ROWS = 64
+STREAMS_ONE_ROW = False
 MAX_MAPS = 8
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
@@ -90,7 +91,7 @@ def launch_of(x: Tensor, gated: bool) -> Launch:
     if streams(x):
         if x.shape[-2] > MAX_ROWS:
             return StreamRowsLaunch()
-        if _stages(x, device_spec(device_of(x).index)) > 2:
+        if STREAMS_ONE_ROW and _stages(x, device_spec(device_of(x).index)) > 2:
             return StreamLaunch()
     rows = _TILE_BYTES // (x.shape[-1] * x.dtype.itemsize * (2 if gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
