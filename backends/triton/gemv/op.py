@@ -129,7 +129,9 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (M, D), size = x.shape[-2:], x.dtype.itemsize
-    is_aligned = x.data_ptr() % _VECTOR == x.stride(-2) * size % _VECTOR == 0
+    is_aligned = x.data_ptr() % _VECTOR == 0
+    if isinstance(launch, StreamRowsLaunch):
+        is_aligned = is_aligned and x.stride(-2) * size % _VECTOR == 0
     if x.stride(-1) != 1 or not is_aligned:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]

@@ -1,8 +1,8 @@
 """Time launches of the products of few rows: python few_rows.py [compile] [M]...
 
-bf16, the maps of a layer of gated-deltanet-1.3b. Prints microseconds and TB/s of weights for each launch of
-the kernels, for torch's product alone (without what surrounds it), and of a copy. Each captured graph passes over
-several copies of the weights, so that they come from memory. compile: only compile. Needs a CUDA device.
+bf16, the maps of a layer of gated-deltanet-1.3b. Prints microseconds and TB/s of weights for each launch of the
+kernels, for torch's product alone (without what surrounds it), and of a copy. Each captured graph passes over several
+copies of the weights, so that they come from memory. compile: only compile. Needs a CUDA device.
 """
 
 import itertools
@@ -58,13 +58,8 @@ def measure(name, M, compile_only):
     x, outputs = draw(M, width), sum(sizes) // (2 if gated else 1)
     y = torch.empty(M, outputs, device="cuda", dtype=torch.bfloat16)
     activation = "silu" if gated else ""
-    around = op.Around(
-        draw(width) if norm and M <= op.MAX_ROWS else None,
-        1e-5,
-        draw(M, outputs) if residual else None,
-        activation,
-        gated,
-    )
+    norm_weight = draw(width) if norm and M <= op.MAX_ROWS else None
+    around = op.Around(norm_weight, 1e-5, draw(M, outputs) if residual else None, activation, gated)
     results = []
     for launch in LAUNCHES[M <= op.MAX_ROWS]:
         try:
