@@ -25,6 +25,7 @@ def emulated(request, monkeypatch):
     monkeypatch.setattr(stream_rows, "stream_rows_kernel", several_rows.stream_rows_kernel)
     monkeypatch.setattr(runtime, "launcher", launcher(runtime.launcher))
     monkeypatch.setattr(op, "device_spec", lambda _: DEVICE)
+    monkeypatch.setattr(op, "STREAMS_ONE_ROW", True)
     monkeypatch.setattr(Timing, "late", request.param)
     LAUNCHED.clear()
 
@@ -93,6 +94,13 @@ def test_products_of_several_rows(M, D, outputs):
     assert_near(y, exact, "stream_rows_kernel")
 
 
+def test_maps_of_several_rows_that_read_different_inputs():
+    x, weights = draw(2, 3, 72), [draw(n, 72, seed=n) for n in (140, 2, 30)]
+    y = op.gemv(x, None, 0.0, weights, None, "", False, None, None, [1, 0, 1])
+    exact = [x[i].double() @ w.double().T for i, w in zip((1, 0, 1), weights, strict=True)]
+    assert_near(y, torch.cat(exact, 1), "stream_rows_kernel")
+
+
 @pytest.mark.parametrize("outputs", [43, 250])
 def test_a_gated_mlp_of_several_rows(outputs):
     x, weight = draw(5, 136, dtype=torch.float16), draw(2 * outputs, 136, dtype=torch.float16, seed=1)
@@ -102,10 +110,8 @@ def test_a_gated_mlp_of_several_rows(outputs):
 
 
 def test_other_inputs_take_the_portable_kernel():
-    around = op.Around()
-    assert op.launch_of(draw(1, 72), around) == op.StreamLaunch()
-    assert op.launch_of(draw(3, 72), around) == op.StreamRowsLaunch()
-    assert isinstance(op.launch_of(draw(3, 72), op.Around(draw(72))), op.DotLaunch)  # with a norm
-    assert isinstance(op.launch_of(draw(1, 70), around), op.GemvLaunch)  # rows of 140 bytes
-    assert isinstance(op.launch_of(draw(1, 72).float(), around), op.GemvLaunch)
-    assert isinstance(op.launch_of(draw(2, 16384), around), op.GemvLaunch)  # too wide for the ring
+    assert op.launch_of(draw(1, 72), gated=False) == op.StreamLaunch()
+    assert op.launch_of(draw(3, 72), gated=False) == op.StreamRowsLaunch()
+    assert isinstance(op.launch_of(draw(1, 70), gated=False), op.GemvLaunch)  # rows of 140 bytes
+    assert isinstance(op.launch_of(draw(1, 72).float(), gated=False), op.GemvLaunch)
+    assert isinstance(op.launch_of(draw(2, 16384), gated=False), op.GemvLaunch)  # too wide for the ring

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
@@ -20,13 +21,13 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 # Rows of `gemv_kernel` and `stream_kernel`. With more rows the former is bound by arithmetic: on an H100, 2400 to
-# 2 x 5888 channels take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` takes more rows, in 16 bits.
+# 2 x 5888 channels take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows. `stream_rows_kernel` takes more rows.
 MAX_ROWS = 2
-MAX_DOT_ROWS = 64
+MAX_STREAMED_ROWS = 64
+STREAMS_ONE_ROW = False
 MAX_MAPS = 8
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
-LINE_BYTES = 128  # of the L2 cache
 _WARP = 32
 _TILE_BYTES = 24576
 STREAM_BLOCK = 512  # inputs of a stage of `stream_kernel`, which reads 16 rows of the weights
@@ -57,27 +58,13 @@ class StreamRowsLaunch(NamedTuple):
     stages: int = 5
 
 
-class DotLaunch(NamedTuple):
-    """outputs of a program, inputs that it reads at a time, warps, blocks in flight, inputs requested ahead.
-
-    H200, 32 rows, microseconds for 2400 to 10,818 outputs of four maps after a norm, and for 2400 to 2 x 5888 gated
-    ones: 27, 29 with these numbers; 55, 69 with rows=32, block=128, stages=4; 70, 57 with rows=16, block=256, stages=4.
-    """
-
-    rows: int = 64
-    block: int = 64
-    warps: int = 4
-    stages: int = 5
-    ahead: int = 512
-
-
 class Around(NamedTuple):
     """What surrounds a product.
 
     Args:
         norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.
         previous, mix, mixed: of a token shift, which needs a norm: the normed inputs before [M, D], shares [.., D], and
-            for each map the row of its shares.
+            for each map the row of its shares; or without them, of x [.., M, D], the matrix that each map reads.
     """
 
     norm_weight: Tensor | None = None
@@ -90,19 +77,23 @@ class Around(NamedTuple):
     mixed: Sequence[int] = ()
 
 
-Launch = GemvLaunch | StreamLaunch | StreamRowsLaunch | DotLaunch
+Launch = GemvLaunch | StreamLaunch | StreamRowsLaunch
 
 
-def launch_of(x: Tensor, around: Around) -> Launch:
-    """Return the launch for the rows x [M, D]."""
-    device = device_spec(device_of(x).index)
-    streams = architecture(device) == "sm90" and x.dtype.itemsize == 2 and x.shape[1] * 2 % _VECTOR == 0
-    if x.shape[0] > MAX_ROWS and x.dtype != torch.float32:
-        is_plain = around.norm_weight is None and around.previous is None
-        return StreamRowsLaunch() if streams and is_plain else DotLaunch()
-    if streams and _stages(x, device) > 2:
-        return StreamLaunch()
-    rows = _TILE_BYTES // (x.shape[1] * x.dtype.itemsize * (2 if around.gated else 1))
+def streams(x: Tensor) -> bool:
+    """Whether the Hopper kernels take rows of x [..., D]: 16 bits, and rows of a multiple of 16 bytes, on sm_90."""
+    is_hopper = architecture(device_spec(device_of(x).index)) == "sm90"
+    return is_hopper and x.dtype.itemsize == 2 and is_known(x.shape[-1] * 2 % _VECTOR == 0)
+
+
+def launch_of(x: Tensor, gated: bool) -> Launch:
+    """Return the launch for the rows x [..., D]."""
+    if streams(x):
+        if x.shape[-2] > MAX_ROWS:
+            return StreamRowsLaunch()
+        if STREAMS_ONE_ROW and _stages(x, device_spec(device_of(x).index)) > 2:
+            return StreamLaunch()
+    rows = _TILE_BYTES // (x.shape[-1] * x.dtype.itemsize * (2 if gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
 
 
@@ -126,22 +117,22 @@ def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
     y = _fake(x, norm_weight, eps, weights, *around)
     with torch.cuda.device_of(x):
         surroundings = Around(norm_weight, eps, *around)
-        launch_gemv(x, weights, surroundings, y, launch_of(x, surroundings))
+        launch_gemv(x, weights, surroundings, y, launch_of(x, surroundings.gated))
     return y
 
 
 def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: Launch) -> None:
     """Write the products to y."""
-    from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
     from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, Weights, gemv_kernel
     from deltazoo.backends.triton.gemv.kernels.stream import StreamTraits, stream_kernel
     from deltazoo.backends.triton.gemv.kernels.stream_rows import StreamRowsTraits, stream_rows_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (M, D), size = x.shape, x.dtype.itemsize
-    if x.stride(1) != 1 or (
-        (x.data_ptr() % _VECTOR or x.stride(0) * size % _VECTOR) and not isinstance(launch, StreamLaunch)
-    ):
+    (M, D), size = x.shape[-2:], x.dtype.itemsize
+    is_aligned = x.data_ptr() % _VECTOR == 0
+    if isinstance(launch, StreamRowsLaunch):
+        is_aligned = is_aligned and x.stride(-2) * size % _VECTOR == 0
+    if x.stride(-1) != 1 or not is_aligned:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
     device = device_spec(device_of(x).index)
@@ -152,7 +143,7 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
     traits: Any
     shared: dict[str, Any] = {
         "M": M, "D": D, "MAPS": maps, "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
-        "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
+        "X_STRIDE": x.stride(-2), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
         "GATED": around.gated, "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
     }  # fmt: skip
     tensors = {
@@ -162,6 +153,7 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
         "mix": None if around.mix is None else ready(around.mix),
         "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
+    early = {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())}
     if isinstance(launch, StreamLaunch | StreamRowsLaunch):
         counts = programs_of((*outputs,), device.processors)
         shared["PROGRAMS"] = (0, *itertools.accumulate(counts))
@@ -183,30 +175,20 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
             )
             kernel = stream_rows_kernel
         run = launcher(kernel, tensors, {"traits": traits}, Options(_STREAM_WARPS, overlap=True))
-        run(sum(counts), {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())})
+        run(sum(counts), early)
         return
     ends = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in outputs))
-    tiles = ends[-1]
     shared |= {"TILES": ends, "ROWS": launch.rows, "MIX": (*around.mixed,) or (0,) * maps, "OVERLAP": overlap}
-    if isinstance(launch, DotLaunch):
-        ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
-        columns = max(16, power_of_two(M))
-        buffer = (2 * launch.rows + 2 * columns) * launch.block * size  # with a gate and a token shift
-        stages = max(1, min(launch.stages, device.shared_memory // buffer))
-        traits = FewRowsTraits(COLUMNS=columns, BLOCK=launch.block, STAGES=stages, LINES=ahead, **shared)
-        kernel, options = few_rows_kernel, Options(launch.warps, launch.stages, overlap=overlap)
-    else:
-        unit = _VECTOR // size
-        block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
-        block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
-        traits = GemvTraits(BLOCK=block, UNIT=unit, STEPS=cdiv(D, block), **shared)
-        kernel, options = gemv_kernel, Options(launch.warps, overlap=overlap)
-    launcher(kernel, tensors, {"traits": traits}, options)(tiles, {})
+    unit = _VECTOR // size
+    block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
+    block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
+    traits = GemvTraits(BLOCK=block, UNIT=unit, STEPS=cdiv(D, block), **shared)
+    launcher(gemv_kernel, tensors, {"traits": traits}, Options(launch.warps, overlap=overlap))(ends[-1], early)
 
 
 def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
     gated = Around(norm_weight, eps, *around).gated
-    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
+    return x.new_empty(x.shape[-2], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
 
 
 gemv = operator(

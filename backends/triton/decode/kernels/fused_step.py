@@ -316,7 +316,7 @@ def convolve_step_kernel(x, weight, bias, history, slots, y, pool_rows, traits: 
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
-def finish_step_kernel(norm_weight, norm_bias, gate, slots, raw, o, pool_rows, traits: tl.constexpr):
+def finish_step_kernel(raw, norm_weight, norm_bias, gate, slots, o, pool_rows, traits: tl.constexpr):
     """Compute the norm and the gate of one value head after a split step.
 
     Grid: row, value head. Reads raw [B, HV, V] float32, which fused_step_kernel wrote, and its operands of the same

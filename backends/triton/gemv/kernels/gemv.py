@@ -6,8 +6,10 @@
     y = residual + W x                               with RESIDUAL
     y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
 
-A program computes ROWS outputs of all rows of x. Its threads split D; sums are in float32, in an order that depends on
-D and the dtype alone, so that a row's result does not depend on M. The factor of the norm is applied to the sums.
+A program computes ROWS outputs of all rows of x. It loads their weights first, which do not depend on the kernel before
+it: on sm_90 they are read while that kernel ends, and so memory does not wait between two products. The threads split
+D; sums are in float32, in an order that depends on D and the dtype alone, so that a row's result does not depend on M.
+The factor of the norm is applied to the sums.
 
 M rows, D inputs, N outputs
 """
@@ -67,22 +69,22 @@ class GemvTraits(NamedTuple):
 
 @triton.jit
 def load_weights(w, row, step: tl.constexpr, size, traits: tl.constexpr):
-    """Load a block of the weights of ROWS outputs, [ROWS, BLOCK / UNIT, UNIT]."""
+    """Load a block of the weights of ROWS outputs, [BLOCK / UNIT, ROWS, UNIT]."""
     unit = step * (traits.BLOCK // traits.UNIT) + tl.arange(0, traits.BLOCK // traits.UNIT)
-    within = (row < size)[:, None, None] & (unit < tl.cdiv(traits.D, traits.UNIT))[None, :, None]
-    d = unit[None, :, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
+    within = (unit < tl.cdiv(traits.D, traits.UNIT))[:, None, None] & (row < size)[None, :, None]
+    d = unit[:, None, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
     if traits.D % traits.UNIT != 0:
         within = within & (d < traits.D)
-    at = row.to(tl.int64)[:, None, None] * traits.D + d
+    at = row.to(tl.int64)[None, :, None] * traits.D + d
     return tl.load(w + at, mask=within, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def load_inputs(x, step: tl.constexpr, traits: tl.constexpr):
-    """Load a block of a row of x or of the norm's weights, [1, BLOCK / UNIT, UNIT] in float32."""
+    """Load a block of a row of x or of the norm's weights, [BLOCK / UNIT, 1, UNIT] in float32."""
     unit = step * (traits.BLOCK // traits.UNIT) + tl.arange(0, traits.BLOCK // traits.UNIT)
-    within = (unit < tl.cdiv(traits.D, traits.UNIT))[None, :, None]
-    d = unit[None, :, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
+    within = (unit < tl.cdiv(traits.D, traits.UNIT))[:, None, None]
+    d = unit[:, None, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
     if traits.D % traits.UNIT != 0:
         within = within & (d < traits.D)
     return tl.load(x + d, mask=within, other=0.0).to(tl.float32)
@@ -129,16 +131,16 @@ def locate_mix(tile, mix, traits: tl.constexpr):
     return mix + row * traits.D
 
 
-@triton.jit
-def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, traits: tl.constexpr):
+@triton.jit(do_not_specialize=["early"])
+def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, traits: tl.constexpr):
     """Compute ROWS outputs of one map for all rows.
 
     Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
-    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
+    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps]. early:
+    whether the weights may be read before the kernel before this one has ended; 0 if that may have written them.
     """
     M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
-    ROWS: tl.constexpr = traits.ROWS
     STEPS: tl.constexpr = traits.STEPS
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
@@ -146,64 +148,60 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, traits: tl.
     TOTAL: tl.constexpr = traits.FIRST[MAPS]
     if traits.OVERLAP:
         start_next()
-        wait_for_previous()
-    tile = tl.program_id(0)
-    inputs = ()
-    factors = ()
-    for m in tl.static_range(M):
-        squares = tl.zeros([1, traits.BLOCK // traits.UNIT], tl.float32)
-        for step in tl.static_range(STEPS):
-            block = load_inputs(x + m * traits.X_STRIDE, step, traits)
-            if traits.NORM:
-                squares += tl.sum(block * block, 2)
-                block *= load_inputs(norm_weight, step, traits)
-            inputs = inputs + (block,)
-        factors = factors + (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + traits.EPS) if traits.NORM else 1.0,)
-
-    w, row, size, first = locate_map(tile, weights, traits)
-    before = ()
-    sums = ()
-    ups = ()
-    shifts = ()
-    for m in tl.static_range(M):
-        if traits.RESIDUAL:
-            at = m * TOTAL + first + row
-            before = before + (tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32),)
-        sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-        ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-        shifts = shifts + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
+        if early == 0:
+            wait_for_previous()
+    w, row, size, first = locate_map(tl.program_id(0), weights, traits)
+    loaded = ()
     for step in tl.static_range(STEPS):
-        weight = load_weights(w, row, step, size, traits).to(tl.float32)
+        loaded = loaded + (load_weights(w, row, step, size, traits),)
         if traits.GATED:
-            weight_up = load_weights(w + N0 * D, row, step, size, traits).to(tl.float32)
-        if traits.SHIFT:
-            share = load_inputs(locate_mix(tile, mix, traits), step, traits)
-        new_sums = ()
-        new_ups = ()
-        new_shifts = ()
-        for m in tl.static_range(M):
-            block = inputs[m * STEPS + step]
-            if traits.SHIFT:
-                shifted = share * load_inputs(previous + m * D, step, traits)
-                new_shifts = new_shifts + (shifts[m] + tl.sum(weight * shifted, 2),)
-                block *= 1.0 - share
-            new_sums = new_sums + (sums[m] + tl.sum(weight * block, 2),)
-            if traits.GATED:
-                new_ups = new_ups + (ups[m] + tl.sum(weight_up * block, 2),)
-        sums = new_sums
-        if traits.GATED:
-            ups = new_ups
-        if traits.SHIFT:
-            shifts = new_shifts
+            loaded = loaded + (load_weights(w + N0 * D, row, step, size, traits),)
+    if traits.OVERLAP:
+        wait_for_previous()
+    share = locate_mix(tl.program_id(0), mix, traits) if traits.SHIFT else mix
     for m in tl.static_range(M):
-        out = tl.sum(sums[m], 1) * factors[m]
+        inputs = ()  # every load is issued before the first is used
+        scales = ()
+        shares = ()
+        befores = ()
+        for step in tl.static_range(STEPS):
+            inputs = inputs + (load_inputs(x + m * traits.X_STRIDE, step, traits),)
+            if traits.NORM:
+                scales = scales + (load_inputs(norm_weight, step, traits),)
+            if traits.SHIFT:
+                shares = shares + (load_inputs(share, step, traits),)
+                befores = befores + (load_inputs(previous + m * D, step, traits),)
+        at = m * TOTAL + first + row
+        if traits.RESIDUAL:
+            before = tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32)
+        squares = 0.0  # tensors of zeros would have another layout than the sums, through shared memory
+        sums = 0.0
+        ups = 0.0
+        shifts = 0.0
+        for step in tl.static_range(STEPS):
+            block = inputs[step]
+            weight = loaded[2 * step if traits.GATED else step].to(tl.float32)
+            square = tl.sum(block * block, 2)
+            if traits.NORM:
+                block *= scales[step]
+            if traits.SHIFT:
+                shift = tl.sum(weight * (shares[step] * befores[step]), 2)
+                block *= 1.0 - shares[step]
+            product = tl.sum(weight * block, 2)
+            up = tl.sum(loaded[2 * step + 1].to(tl.float32) * block, 2) if traits.GATED else product
+            squares += square
+            sums += product
+            ups += up
+            if traits.SHIFT:
+                shifts += shift
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + traits.EPS) if traits.NORM else 1.0
+        out = tl.sum(sums, 0) * factor
         if traits.SHIFT:
-            out += tl.sum(shifts[m], 1)
+            out += tl.sum(shifts, 0)
         if ACTIVATION != "":
             out = activate(out, ACTIVATION)
         if traits.GATED:
-            out *= tl.sum(ups[m], 1) * factors[m]
-        at = m * TOTAL + first + row
+            out *= tl.sum(ups, 0) * factor
         if traits.RESIDUAL:
-            out += before[m]
+            out += before
         tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)

@@ -106,8 +106,7 @@ def activate(x, ACTIVATION: gl.constexpr):
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         x *= 1.0 / (1.0 + gl.exp2(inner * -1.4426950408889634))
     if ACTIVATION == "relu2":
-        x = gl.maximum(x, 0.0, propagate_nan=gl.PropagateNan.ALL)
-        x *= x
+        x = gl.where(x < 0.0, 0.0, x * x)
     return x
 
 
