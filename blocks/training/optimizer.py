@@ -100,8 +100,11 @@ class Optimizer:
         return (group for part in self.parts for group in part.param_groups)
 
     @torch.no_grad()
-    def step(self, rate: float, scale: Tensor, skip: Tensor) -> None:
-        """Update the weights by the gradients times `scale`, unless `skip` is 1. Only Muon waits for the device."""
+    def step(self, rate: float | Tensor, scale: Tensor, skip: Tensor) -> None:
+        """Update the weights by the gradients times `scale`, unless `skip` is 1. Only Muon waits for the device.
+
+        Args: rate: a tensor if a CUDA graph captures the step.
+        """
         for weight in self.weights:
             gradient = weight.gradient()
             weight.updated.grad = gradient.to(weight.updated.dtype) if gradient is not None else None
