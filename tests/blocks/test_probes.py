@@ -71,6 +71,11 @@ def test_wrong_tasks_are_refused_in_a_sentence():
         task("parity + mqar")
 
 
+def test_a_task_states_how_its_defaults_differ_from_its_source():
+    assert "in place of 22,500" in task("mqar").difference
+    assert task("mqar(length=512,pairs=64)").difference == ""
+
+
 def test_every_mixer_gets_the_sizes_of_the_task_unless_it_names_its_own():
     (first, _) = probe_stack("deltanet", TASKS["mqar"]).expand()
     assert first.mixer == DeltaNet(heads=2)
