@@ -1,10 +1,12 @@
 """Trainer: one run of a model on a task. On a GPU a whole training step is one CUDA graph on a stream of its own.
 
 The graph draws the sequences, computes the loss and the gradients, and updates the weights and the learning rate, so
-that several runs share a GPU without waiting for the host.
+that several runs share a GPU without waiting for the host. A step adds in a fixed order: runs repeat bit for bit.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +99,10 @@ class Trainer:
         return torch.where(logits_BAL.isnan().any(2), IGNORE_INDEX - 1, logits_BAL.argmax(2))
 
     def _take_step(self) -> None:
+        with _in_fixed_order() if self.is_cuda else nullcontext():
+            self._compute_step()
+
+    def _compute_step(self) -> None:
         batch = self.task.draw(self.task.batch, self.task.length, self.generator)
         active: AbstractContextManager[Any] = nullcontext() if self.compiled is None else self.compiled.active()
         with active, self._autocast():
@@ -129,3 +135,22 @@ class Trainer:
         enabled = self.is_cuda and self.task.dtype == "bfloat16"
         # Casts that autocast keeps would be those of the weights before the capture.
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+@contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Use torch's deterministic operators: the gradient of an embedding else adds in the order in which blocks end.
+
+    Products of cuBLAS, of which torch warns, repeat on one stream with a workspace of its own.
+    """
+    before = torch.get_deterministic_debug_mode()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -44,6 +44,8 @@ TASKS: dict[str, Task] = {
 def task(text: str) -> Task:
     """Return the task of a name, with the fields that are changed in parentheses.
 
+    A `length` without `lengths` is also the length of the evaluation.
+
     Raises: ConfigError: an unknown task or field, or an invalid value.
     """
     try:
@@ -55,7 +57,10 @@ def task(text: str) -> Task:
     if term.name not in TASKS:
         raise ConfigError(unknown_name("task", term.name, TASKS))
     base = TASKS[term.name]
-    data: dict[str, Any] = {**dict(base), **dict(term.fields)}
+    changes: dict[str, Any] = dict(term.fields)
+    if "length" in changes:
+        changes = {"lengths": (changes["length"],), **changes}
+    data = {**dict(base), **changes}
     try:
         return type(base).model_validate(data)
     except ValidationError as error:

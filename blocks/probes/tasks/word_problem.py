@@ -28,9 +28,8 @@ class WordProblem(Task):
     )
 
     scaled: ClassVar[str] = (
-        "lengths, one layer of width 128, 4 heads of 32, 4,900 steps and no weight decay as in the defaults of "
-        "DeltaProduct's code; batch 256 in place of 2,048, for time, of new sequences in place of 99,000 that "
-        "repeat; a second rate"
+        "lengths, one layer of width 128, 4 heads of 32 and no weight decay as in the defaults of DeltaProduct's "
+        "code; for time, 3,000 steps of 128 new sequences in place of 4,900 of 2,048 from 99,000; a second rate"
     )
 
     group: Literal["S3", "S4", "A5", "S5"] = "S3"
@@ -39,8 +38,8 @@ class WordProblem(Task):
     depth: int = 1
     width: int = 128
     heads: int = 4
-    steps: int = 4900
-    batch: int = 256
+    steps: int = 3000
+    batch: int = 128
     rates: tuple[float, ...] = (1e-3, 3e-3)
     weight_decay: float = 0.0
     dtype: Dtype = "float32"
