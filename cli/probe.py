@@ -136,7 +136,9 @@ def _write_pages(folder: Path, out: Path) -> None:
     from deltazoo.blocks.probes.report import plot
 
     runs = read(out / RUNS)
-    plot(runs, output_folder(folder) / "table.png")
+    output_folder(folder)
+    if runs:
+        plot(runs, folder / "table.png")
     for name, text in pages(runs).items():
         (folder / name).write_text(text, encoding="utf-8")
         print_line(str(folder / name))

@@ -136,6 +136,8 @@ def page(name: str, runs: Sequence[Run]) -> str:
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
     """Return the pages of docs/evidence/ by file name: the table, and each claim whose runs are finished."""
+    if not runs:
+        return {"index.md": "# Evidence\n\nThis version has no runs. `deltazoo probe` makes them.\n"}
     finished = [name for name, claim in CLAIMS.items() if verdict(claim, runs).holds is not None]
     lines = [
         f"- [{CLAIMS[name].title}]({name}.md): {'holds' if verdict(CLAIMS[name], runs).holds else 'does not hold'}"
@@ -147,10 +149,10 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         "sequences of the task, the mean over the seeds at the best learning rate; in parentheses the lowest and the "
         "highest seed. A cell without parentheses has one seed.",
         "![Heat map of the table, and accuracy over the sequence length](table.png)",
-        "Claims of papers, checked in these settings:",
-        "\n".join(lines),
-        f"```{{toctree}}\n:hidden:\n\n{chr(10).join(finished)}\n```",
     ]
+    if finished:
+        toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(finished)}\n```"
+        paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
     options = f"--mixers gated_deltanet,kda --tasks parity --out {_FOLDER} --device cuda"
     index = _page("Evidence", paragraphs, runs, tasks, score_table(runs)._replace(notes=()), options)
     return {"index.md": index, **{f"{name}.md": page(name, runs) for name in finished}}

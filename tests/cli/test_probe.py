@@ -2,8 +2,10 @@
 
 import json
 
+from deltazoo.blocks.inspect import show
 from deltazoo.blocks.probes import records
 from deltazoo.blocks.probes.claims import CLAIMS
+from deltazoo.blocks.probes.runner import ProbeConfig, probe
 from deltazoo.blocks.probes.tasks import TASKS
 
 TINY = "parity(length=4,lengths=[4,8],steps=4,batch=4,width=16,rates=[1e-2],evaluation_tokens=256)"
@@ -33,11 +35,13 @@ def test_a_claim_has_mixers_and_tasks_of_its_own(run):
     assert "--claim has mixers and tasks of its own" in result.err
 
 
-def test_list_and_show_cite_the_packaged_runs(ok):
-    cells = records.cells(records.packaged())
-    listed = {(row["task"], row["mixer"]): row["rate"] for row in json.loads(ok("list", "--evidence", "--json").out)}
-    assert listed == {place: cell.rate for place, cell in cells.items()}
-    cell = next(iter(cells.values()))
-    name = cell.mixer.partition("(")[0]
-    evidence = json.loads(ok("show", name, "--json").out)["about"]["evidence"]
-    assert f"{cell.task} {cell.text()} %" in evidence
+def test_list_and_show_cite_the_packaged_runs(ok, tmp_path, monkeypatch):
+    one_rate = ProbeConfig(seeds=1, workers=1)
+    runs = probe(["deltanet", "deltanet(negative_eigenvalues=both)"], [TINY], tmp_path, one_rate).runs
+    monkeypatch.setattr(records, "packaged", lambda: tuple(runs))
+    monkeypatch.setattr(show, "packaged", lambda: tuple(runs))
+    listed = json.loads(ok("list", "--evidence", "--json").out)
+    assert [(row["task"], row["mixer"], row["rate"]) for row in listed] == [(r.task, r.mixer, r.rate) for r in runs]
+    evidence = json.loads(ok("show", "deltanet", "--json").out)["about"]["evidence"]
+    assert all(f"{TINY} {100 * run.score:.1f} %" in evidence for run in runs)
+    assert "(negative_eigenvalues=both)" in evidence

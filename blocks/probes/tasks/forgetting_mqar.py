@@ -25,7 +25,7 @@ class ForgettingMQAR(Task):
     scaled: ClassVar[str] = (
         "vocabulary 8,192, two layers of width 64 without MLP, weight decay, rates from 1e-3 to 1e-2 and 16 pairs "
         "in 128 tokens as in zoology's sweep; half of the keys are updated in place of 4, so that their share is "
-        "that of zoology's defaults, 4 of 8; 5,000 steps of 128 in place of 22,500 of 256, for time"
+        "that of zoology's defaults, 4 of 8; 3,000 steps of 128 in place of 22,500 of 256, for time"
     )
 
     length: int = Field(default=128, ge=8)
@@ -33,7 +33,7 @@ class ForgettingMQAR(Task):
     pairs: int = Field(default=16, ge=1)
     updates: int = Field(default=8, ge=1)
     tokens: int = Field(default=8192, ge=8)
-    steps: int = 5000
+    steps: int = 3000
     batch: int = 128
 
     @model_validator(mode="after")

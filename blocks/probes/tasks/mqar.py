@@ -26,7 +26,7 @@ class MQAR(Task):
 
     scaled: ClassVar[str] = (
         "vocabulary 8,192, two layers of width 64 without MLP, weight decay and rates from 1e-3 to 1e-2 as in "
-        "zoology's sweeps; one of its sizes, 32 pairs in 128 tokens, in place of a mixture; 5,000 steps of 128 in "
+        "zoology's sweeps; one of its sizes, 32 pairs in 128 tokens, in place of a mixture; 3,000 steps of 128 in "
         "place of 22,500 of 256, for time"
     )
 
@@ -34,7 +34,7 @@ class MQAR(Task):
     lengths: tuple[int, ...] = (128, 256)
     pairs: int = Field(default=32, ge=1)
     tokens: int = Field(default=8192, ge=8)
-    steps: int = 5000
+    steps: int = 3000
     batch: int = 128
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ class Parity(Task):
     )
     scaled: ClassVar[str] = (
         "lengths, one layer, width and state 64 as for Mamba-3, without its curriculum, because every prefix has an "
-        "answer; no weight decay, as in Grazzi; 4,000 steps of 128 in place of 10,000 of 256 and three of eight "
+        "answer; no weight decay, as in Grazzi; 2,000 steps of 128 in place of 10,000 of 256 and three of eight "
         "rates, for time"
     )
 
@@ -29,7 +29,7 @@ class Parity(Task):
     lengths: tuple[int, ...] = (160, 256)
     depth: int = 1
     heads: int = 1
-    steps: int = 4000
+    steps: int = 2000
     batch: int = 128
     weight_decay: float = 0.0
     evaluation_tokens: int = Field(default=2**17, ge=1)

@@ -28,13 +28,13 @@ class WordProblem(Task):
     )
 
     scaled: ClassVar[str] = (
-        "lengths, one layer of width 128, 4 heads of 32 and no weight decay as in the defaults of DeltaProduct's "
-        "code; for time, 3,000 steps of 128 new sequences in place of 4,900 of 2,048 from 99,000; a second rate"
+        "one layer of width 128, 4 heads of 32 and no weight decay as in the defaults of DeltaProduct's code; for "
+        "time, 32 tokens and 128 in place of 128 and 512, 3,000 steps of 128 in place of 4,900 of 2,048; a second rate"
     )
 
     group: Literal["S3", "S4", "A5", "S5"] = "S3"
-    length: int = Field(default=128, ge=2)
-    lengths: tuple[int, ...] = (128, 512)
+    length: int = Field(default=32, ge=2)
+    lengths: tuple[int, ...] = (32, 128)
     depth: int = 1
     width: int = 128
     heads: int = 4
