@@ -130,11 +130,12 @@ def probe(
 
 def train_all(
     stack: StackSpec, task: Task, runs: Sequence[tuple[float, int]], device: str, deadline: float
-) -> list[Run]:
-    """Train one model for each (rate, seed), on a GPU all at the same time.
+) -> Iterator[Run]:
+    """Train one model for each (rate, seed), on a GPU all at the same time; yield the runs as they end.
 
     Raises: OutOfTimeError.
     """
+    where, costs = environment(device), stack.describe()
     members = [_Member(stack, task, rate, seed, device) for rate, seed in runs]
     if members[0].trainer.is_cuda and task.steps * task.batch * task.length >= _COMPILED_TOKENS:
         layers = CompiledLayers(members[0].trainer.model)
@@ -153,8 +154,7 @@ def train_all(
             member.evaluate()
         for member in running:
             member.seconds += (time.perf_counter() - start) / len(running)
-    where, costs = environment(device), stack.describe()
-    return [member.run(where, costs) for member in members]
+        yield from (member.run(where, costs) for member in running if member.accuracy)
 
 
 class _Member:
