@@ -144,13 +144,14 @@ def _in_fixed_order() -> Iterator[None]:
     Products of cuBLAS, of which torch warns, repeat on one stream with a workspace of its own.
     """
     before = torch.get_deterministic_debug_mode()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # a module with a property
+    fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*deterministic")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        memory.fill_uninitialized_memory = False
         try:
             yield
         finally:
             torch.set_deterministic_debug_mode(before)
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            memory.fill_uninitialized_memory = fills
