@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # The suites start many processes, which would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kernels test-oldest test-gpu test-graphs test-families test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-kernels test-oldest test-gpu test-graphs test-families test-evidence test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
@@ -72,6 +72,10 @@ test-graphs: $(READY)
 # Folders of transformers of every family of checkpoints, read and written: half a minute on two cores.
 test-families: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) tests/families $(ARGS)
+
+# What small models can and cannot learn, on a CPU: parity and S3, half a minute on two cores.
+test-evidence: $(READY)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/evidence $(ARGS)
 
 # Both, and the GPU tests, which skip themselves without a GPU.
 test-all: test test-kernels

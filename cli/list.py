@@ -42,12 +42,18 @@ def command(
         typer.Option(help='List only what contains these words in any field: "delta channel", kimi, 2412.06464.'),
     ] = None,
     equations: Annotated[bool, typer.Option("--equations", help="Print the equations of each mixer below it.")] = False,
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="Print what each mixer scored on synthetic tasks; see deltazoo probe.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the installed mixers, backends and presets, plug-ins included.
 
     Exit code 1: --search finds nothing.
     """
+    if evidence:
+        _print_evidence(as_json)
+        return
     from deltazoo.blocks.inspect.catalog import catalog
 
     kinds = [kind] if kind else [*Kind]
@@ -76,6 +82,22 @@ def command(
             print_text("Equations: deltazoo list --equations. Fields, costs and backends: deltazoo show NAME.")
     if not found:
         raise typer.Exit(_NOTHING_FOUND)
+
+
+def _print_evidence(as_json: bool) -> None:
+    from deltazoo.blocks.probes.records import cells, packaged
+    from deltazoo.blocks.probes.report import environments, score_table
+
+    runs = packaged()
+    if as_json:
+        print_json([cell._asdict() for cell in cells(runs).values()])
+        return
+    table = score_table(runs)
+    print_table(table.columns, table.rows, one_line=True)
+    print_line()
+    print_notes(table.notes)
+    for line in environments(runs):
+        print_text(line)
 
 
 def _print_mixers(families: "Mapping[str, Sequence[MixerEntry]]", equations: bool) -> None:

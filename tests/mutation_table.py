@@ -34,6 +34,16 @@ COMPILE_BACKEND = [
         "backends/test_intra_chunk.py::test_decayed_keys_equal_their_equations_with_their_gradients[early0-qk-3-4]",
     ),
     Mutation(
+        "update: the range of the eigenvalues is halved, [0, 1] in place of [-1, 1]", "backends/update/lowering.py",
+        "doubled = 2 * erase", "doubled = erase",
+        "test", "evidence/test_claims.py::test_parity_needs_negative_eigenvalues",
+    ),
+    Mutation(
+        "compile: the erase term has no beta", "backends/compile/intra_chunk_scalar.py",
+        "if x.erase is not None:", "if False:",
+        "test", "evidence/test_claims.py::test_parity_needs_negative_eigenvalues",
+    ),
+    Mutation(
         "devices: the setting of tf32 is not restored", "backends/torch_ext/devices.py",
         "setting.fp32_precision = before", "pass", "test",
         "backends/test_environment.py::test_products_in_tf32_restores_the_setting",

@@ -45,7 +45,7 @@ def test_wheel_has_one_top_level_package(wheel_names: list[str]) -> None:
 
 
 def test_wheel_contains_every_module_preset_and_table(wheel_names: list[str]) -> None:
-    suffixes = {".py", ".yaml", ".json", ".typed"}
+    suffixes = {".py", ".yaml", ".json", ".jsonl", ".typed"}
     expected = {
         f"deltazoo/{path.relative_to(ROOT).as_posix()}"
         for layer in LAYERS

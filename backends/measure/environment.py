@@ -13,6 +13,8 @@ from deltazoo.backends.io.errors import count
 from deltazoo.backends.io.versions import installed
 from deltazoo.backends.torch_ext.devices import cxx_compiler, tf32_allowed, usable_device
 
+_ARCHIVED = "$Format:%H$"  # `git archive` replaces it by the commit; see .gitattributes
+
 
 class Environment(BaseModel):
     """Versions, device and date.
@@ -24,7 +26,8 @@ class Environment(BaseModel):
         omp_wait_policy: the variable OMP_WAIT_POLICY.
         tf32: whether float32 matrix products may use tf32 on the device.
         compiler: path of the C++ compiler that Inductor would use on the CPU; None if there is none.
-        commit: of the deltazoo repository, with "-dirty" if it has changes; None for an installed wheel.
+        commit: of the deltazoo repository, with "-dirty" if it has changes, or of the archive that `git archive` made;
+            None for an installed wheel.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -103,7 +106,7 @@ def _driver() -> str | None:
 def _commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return None
+        return None if "$" in _ARCHIVED else _ARCHIVED[:12]
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
 
 

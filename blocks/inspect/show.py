@@ -22,6 +22,7 @@ from deltazoo.blocks.inspect.describe import parameter_count
 from deltazoo.blocks.inspect.explain_module import explain_module
 from deltazoo.blocks.inspect.layer_table import Description
 from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.probes.records import cells, packaged
 from deltazoo.blocks.spec import document, presets
 from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class, dump_changed
@@ -143,6 +144,8 @@ def _mixer(name: str, width: int, device: str, dtype: torch.dtype, device_name: 
     if spec is not None:
         explanation = explain(spec, _update_meta(mixer, device, dtype), device=device_name)
     verdicts = [] if explanation is None else explanation.verdicts
+    if evidence := _evidence(name):
+        about |= {"evidence": evidence}
     about |= _decode_step(mixer, device, dtype, next((v.backend for v in verdicts if v.chosen), None))
     return Details(
         kind="mixer",
@@ -200,6 +203,12 @@ def _stack(name: str, trust: bool, dtype: torch.dtype, device_name: str | None) 
 def _presets_with(mixer: str) -> list[str]:
     """Return the presets of published models that contain a mixer; the models of bytes are made for tests."""
     return [name for name, mixers in _mixers_of_presets().items() if mixer in mixers]
+
+
+def _evidence(mixer: str) -> str:
+    """List the scores of a mixer in the packaged runs, those with changed fields included."""
+    found = [cell for cell in cells(packaged()).values() if cell.mixer.partition("(")[0] == mixer]
+    return ";  ".join(f"{cell.task} {cell.text()} %" + cell.mixer.removeprefix(mixer) for cell in found)
 
 
 @cache

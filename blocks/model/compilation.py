@@ -1,5 +1,6 @@
 """Layer-by-layer compilation: equal layers share one compiled graph, so compile time does not grow with depth."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -12,7 +13,7 @@ from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.update.dispatch import requested_backend, use_backend
 from deltazoo.blocks.model.interface import TokenModel
-from deltazoo.blocks.model.layer import Layer, LayerSpec
+from deltazoo.blocks.model.layer import Layer
 from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 
@@ -40,14 +41,20 @@ class CompiledLayers:
     """The compiled layers of a model, which runs them only while they are `active`; see `compile_layers`."""
 
     def __init__(self, model: TokenModel, compiler: str | Callable[..., Any] = "inductor") -> None:
-        compiled: dict[LayerSpec, Callable[..., object]] = {}
-        self.forwards: list[tuple[nn.Module, MethodType]] = []
-        for spec, layer in zip(model.spec.expand(), model.stack.layers, strict=True):
-            if spec not in compiled:
-                compiled[spec] = _compile_method(Layer.forward, compiler)
-            self.forwards.append((layer, MethodType(compiled[spec], layer)))
-        norm = model.stack.norm
-        self.forwards.append((norm, MethodType(_compile_method(type(norm).forward, compiler), norm)))
+        specs = model.spec.expand()
+        methods = {spec: _compile_method(Layer.forward, compiler) for spec in dict.fromkeys(specs)}
+        self._methods = [*(methods[spec] for spec in specs), _compile_method(type(model.stack.norm).forward, compiler)]
+        self.forwards = self._bound_to(model)
+
+    def of(self, model: TokenModel) -> "CompiledLayers":
+        """Return the same compiled functions for another model of the same spec."""
+        layers = copy.copy(self)
+        layers.forwards = self._bound_to(model)
+        return layers
+
+    def _bound_to(self, model: TokenModel) -> list[tuple[nn.Module, MethodType]]:
+        modules: list[nn.Module] = [*model.stack.layers, model.stack.norm]
+        return [(module, MethodType(method, module)) for module, method in zip(modules, self._methods, strict=True)]
 
     @contextmanager
     def active(self) -> Iterator[None]:

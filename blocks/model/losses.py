@@ -26,6 +26,11 @@ class Losses(NamedTuple):
     auxiliary: dict[str, Tensor]
 
 
+def at_places(x_BTD: Tensor, places_BA: Tensor) -> Tensor:
+    """Return the vectors of the tokens at some places, [B, A, D]."""
+    return x_BTD.gather(1, places_BA[:, :, None].expand(-1, -1, x_BTD.shape[2]))
+
+
 def mean_over_ranks(value: Tensor, count: Tensor, plan: ContextPlan) -> Tensor:
     """Return the mean over the tokens of all ranks, from each rank's mean over `count` tokens."""
     return sum_over_ranks(value * count, plan) / sum_over_ranks(count, plan).clamp(min=1)

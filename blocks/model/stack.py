@@ -32,7 +32,7 @@ from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.checkpointing import Checkpointing
 from deltazoo.blocks.model.interface import ModelSpec, StackState
 from deltazoo.blocks.model.layer import Layer, LayerState
-from deltazoo.blocks.model.losses import Losses, combine_losses, mean_over_ranks
+from deltazoo.blocks.model.losses import Losses, at_places, combine_losses, mean_over_ranks
 from deltazoo.blocks.model.mlp import Mlp
 from deltazoo.mixers.core.activations import activation_like, compute_device
 from deltazoo.mixers.core.decode_maps import apply_map
@@ -169,8 +169,9 @@ class LanguageModel(nn.Module):
         return self.losses(tokens_BT, targets_BT, context).total
 
     def losses(
-        self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None, z_loss: float = 0.0
-    ) -> Losses:
+        self, tokens_BT: Tensor, targets_BT: Tensor, context: Context | None = None, z_loss: float = 0.0,
+        places_BA: Tensor | None = None,
+    ) -> Losses:  # fmt: skip
         """Compute the mean cross entropy of the targets, the auxiliary losses by name, and their weighted sum.
 
         The logits of all tokens are not stored, unless an untied head is not plain (`is_plain_linear`), as with LoRA or
@@ -181,11 +182,13 @@ class LanguageModel(nn.Module):
             targets_BT: [B, T] int64, the token that follows each token; -100 is ignored.
             z_loss: coefficient of the mean of lse^2, which the cross entropy then contains; lse is the logarithm of the
                 sum of the exponentials of a token's logits.
+            places_BA: [B, A] int64, indices of the tokens that the head reads; targets_BT is then [B, A]. None: all.
         Returns: float32 scalars; the cross entropy is in nats per token, and 0 if every target is ignored.
         Source: z loss: PaLM, arXiv 2204.02311, section 5.
         """
-        self._check_targets(tokens_BT, targets_BT)
+        self._check_targets(tokens_BT if places_BA is None else places_BA, targets_BT)
         x_BTD, _, side = self._run_stack(tokens_BT, None, as_context(context)._replace(losses=True))
+        x_BTD = x_BTD if places_BA is None else at_places(x_BTD, places_BA)
         side = join_sides([side])
         entropy = self._cross_entropy(x_BTD.flatten(0, 1), targets_BT.flatten(), z_loss=z_loss)
         recorded = () if side is None else side.losses
@@ -377,8 +380,7 @@ class LanguageModel(nn.Module):
     def _check_targets(self, tokens: Tensor, targets: Tensor) -> None:
         self._check_tokens("targets", targets)
         if targets.shape != tokens.shape:
-            expected, actual = list(tokens.shape), list(targets.shape)
-            raise ShapeError(f"targets must have the shape of tokens, {expected}, got {actual}")
+            raise ShapeError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
 
     def _check_tokens(self, name: str, tokens: Tensor) -> None:
         if tokens.dim() != 2:

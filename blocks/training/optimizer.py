@@ -100,8 +100,11 @@ class Optimizer:
         return (group for part in self.parts for group in part.optimizer.param_groups)
 
     @torch.no_grad()
-    def step(self, rate: float, scale: Tensor, skip: Tensor) -> None:
-        """Update the weights by the gradients times `scale`, unless `skip` is 1. Only Muon waits for the device."""
+    def step(self, rate: float | Tensor, scale: Tensor, skip: Tensor) -> None:
+        """Update the weights by the gradients times `scale`, unless `skip` is 1. Only Muon waits for the device.
+
+        Args: rate: a tensor if a CUDA graph captures the step.
+        """
         for group in self.groups:
             group["lr"] = rate * group["factor"]
         inverse, found_inf = 1 / scale.float(), skip.float()

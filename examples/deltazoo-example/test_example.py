@@ -1,4 +1,8 @@
-"""Tests of the plug-in: the conformance kits, agreement of two backends, and a training run."""
+"""Tests of the plug-in: the conformance kits, agreement of two backends, a training run and a probe by name."""
+
+import json
+import subprocess
+import sys
 
 import torch
 
@@ -48,3 +52,11 @@ def test_mixer_learns_to_output_the_previous_token():
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert losses[0] > 2.5  # a uniform guess has log 16 = 2.77
     assert losses[-1] < 0.5
+
+
+def test_mixer_is_probed_by_name(tmp_path):
+    task = "parity(length=4,lengths=[4],steps=100,batch=16,width=16,rates=[1e-2],evaluation_tokens=1024)"
+    command = [sys.executable, "-m", "deltazoo", "probe", "--mixers", "decayed_deltanet", "--tasks", task]
+    subprocess.run([*command, "--out", str(tmp_path), "--seeds", "1", "--workers", "1"], check=True)
+    run = json.loads((tmp_path / "runs.jsonl").read_text())
+    assert run["mixer"] == "decayed_deltanet" and run["accuracy"]["4"] > 0.9

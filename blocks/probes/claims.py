@@ -1,0 +1,183 @@
+"""Claims of papers about mixers, each with the runs that decide it; `deltazoo probe --claim NAME` makes its page."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deltazoo.backends.io.markdown_text import wrap_prose
+from deltazoo.backends.measure.table import Table
+from deltazoo.blocks.probes.records import Run, cells
+from deltazoo.blocks.probes.report import environments, run_table, score_table, source_line, task_line
+from deltazoo.blocks.probes.tasks import task as task_of
+
+SOLVED, MARGIN = 0.99, 0.05
+_FOLDER = "blocks/probes/results"
+
+
+class Claim(NamedTuple):
+    """A claim: on each task, the first mixers are better than the second ones.
+
+    Args:
+        sentence: the claim; source: who makes it.
+        better, worse: mixers, compared on each task by the mean score of their seeds.
+        solved: whether `better` must also reach 99 %.
+    """
+
+    title: str
+    sentence: str
+    source: str
+    tasks: tuple[str, ...]
+    better: tuple[str, ...]
+    worse: tuple[str, ...]
+    solved: bool = False
+
+
+CLAIMS = {
+    "negative-eigenvalues": Claim(
+        "Parity needs negative eigenvalues",
+        "With eigenvalues in [-1, 1] a layer of DeltaNet or Gated DeltaNet computes parity beyond its training length; "
+        "with eigenvalues in [0, 1], and with Mamba-2's positive decays, it does not.",
+        "Grazzi 2024, arXiv 2411.12537",
+        ("parity",),
+        ("deltanet(negative_eigenvalues=both)", "gated_deltanet(negative_eigenvalues=both)"),
+        ("deltanet", "gated_deltanet", "mamba2"),
+        solved=True,
+    ),
+    "two-householders": Claim(
+        "Two Householder steps solve S3",
+        "A layer of DeltaProduct with two steps per token and eigenvalues in [-1, 1] solves the word problem of S3 "
+        "beyond its training length; one step, or eigenvalues in [0, 1], does not.",
+        "Siems 2025, arXiv 2502.10297, section 5.1",
+        ("s3",),
+        ("deltaproduct(gate=false,conv_width=0)",),
+        (
+            "deltaproduct(gate=false,conv_width=0,householders=1)",
+            "deltaproduct(gate=false,conv_width=0,negative_eigenvalues=off)",
+        ),
+        solved=True,
+    ),
+    "delta-rule-recall": Claim(
+        "The delta rule recalls more than additive updates",
+        "DeltaNet and Gated DeltaNet recall more pairs than linear attention and Simple GLA, which has the same decay, "
+        "with states of the same K x V.",
+        "Yang 2024, arXiv 2406.06484 and 2412.06464",
+        ("mqar",),
+        ("deltanet", "gated_deltanet"),
+        ("linear_attention", "simple_gla"),
+    ),
+    "overwriting": Claim(
+        "The delta rule replaces a value",
+        "If keys get new values, DeltaNet and Gated DeltaNet recall the latest one better than additive updates.",
+        "the construction of the delta rule; task: HazyResearch/zoology",
+        ("forgetting_mqar",),
+        ("deltanet", "gated_deltanet"),
+        ("linear_attention", "simple_gla"),
+    ),
+    "selection": Claim(
+        "Selection solves selective copying",
+        "Mamba and Mamba-2, whose step depends on the token, copy data among noise; S4D, whose step does not, fails.",
+        "Gu & Dao 2023, arXiv 2312.00752, table 1",
+        ("selective_copying",),
+        ("mamba", "mamba2"),
+        ("s4d",),
+    ),
+    "short-convolution": Claim(
+        "Short convolutions matter for recall",
+        "Without the short convolution of q, k and v, DeltaNet and Gated DeltaNet lose recall.",
+        "Yang 2024, arXiv 2406.06484, table 3",
+        ("mqar",),
+        ("deltanet", "gated_deltanet"),
+        ("deltanet(conv_width=0)", "gated_deltanet(conv_width=0)"),
+    ),
+}
+
+
+class Verdict(NamedTuple):
+    """The outcome of a claim. sentences: one for each task."""
+
+    holds: bool | None
+    sentences: list[str]
+
+
+def verdict(claim: Claim, runs: Sequence[Run]) -> Verdict:
+    """Compare the scores; holds is None if a cell has no run.
+
+    The lowest mean of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved.
+    """
+    found, sentences, holds = cells(runs), [], True
+    for task in claim.tasks:
+        if any((task, mixer) not in found for mixer in (*claim.better, *claim.worse)):
+            return Verdict(None, ["not every run is finished"])
+        low, low_mixer = min((found[task, mixer].score, mixer) for mixer in claim.better)
+        high, high_mixer = max((found[task, mixer].score, mixer) for mixer in claim.worse)
+        is_met = low >= high + MARGIN and (low >= SOLVED or not claim.solved)
+        holds &= is_met
+        sentences.append(
+            f"On {task} the claim {'holds' if is_met else 'does not hold'} in these settings: the lowest of the better "
+            f"mixers is `{low_mixer}` with {100 * low:.1f} %, the highest of the others `{high_mixer}` with "
+            f"{100 * high:.1f} %."
+        )
+    return Verdict(holds, sentences)
+
+
+def page(name: str, runs: Sequence[Run]) -> str:
+    """Format the page of a claim as Markdown, from runs of its mixers and tasks."""
+    claim = CLAIMS[name]
+    mixers = (*claim.better, *claim.worse)
+    used = [run for run in runs if run.task in claim.tasks and run.mixer in mixers]
+    used.sort(key=lambda run: (claim.tasks.index(run.task), mixers.index(run.mixer)))
+    paragraphs = [
+        f"{claim.sentence} Source: {claim.source}.",
+        *verdict(claim, used).sentences,
+        *(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
+    ]
+    options = f"--claim {name} --out {_FOLDER} --device cuda"
+    return _page(claim.title, paragraphs, used, claim.tasks, run_table(used), options)
+
+
+def pages(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the pages of docs/evidence/ by file name: the table, and each claim whose runs are finished."""
+    if not runs:
+        return {"index.md": "# Evidence\n\nThis version has no runs. `deltazoo probe` makes them.\n"}
+    finished = [name for name, claim in CLAIMS.items() if verdict(claim, runs).holds is not None]
+    lines = [
+        f"- [{CLAIMS[name].title}]({name}.md): {'holds' if verdict(CLAIMS[name], runs).holds else 'does not hold'}"
+        for name in finished
+    ]
+    tasks = tuple(dict.fromkeys(run.task for run in runs))
+    paragraphs = [
+        "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
+        "sequences of the task, the mean over the seeds at the best learning rate; in parentheses the lowest and the "
+        "highest seed. A cell without parentheses has one seed.",
+        "![Heat map of the table, and accuracy over the sequence length](table.png)",
+    ]
+    if finished:
+        toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(finished)}\n```"
+        paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
+    options = f"--mixers gated_deltanet,kda --tasks parity --out {_FOLDER} --device cuda"
+    index = _page("Evidence", paragraphs, runs, tasks, score_table(runs)._replace(notes=()), options)
+    return {"index.md": index, **{f"{name}.md": page(name, runs) for name in finished}}
+
+
+def _page(
+    title: str, paragraphs: Sequence[str], runs: Sequence[Run], tasks: Sequence[str], table: Table, options: str
+) -> str:
+    """Format a page: text, table, settings of the tasks, environments, and the command that made its runs."""
+    text = "\n\n".join(map(wrap_prose, paragraphs))
+    settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
+    how = wrap_prose(
+        "The rate is the best of the task's rates with seed 0. A run ends early if it solves the task at every length. "
+        "The runs, with every rate and their curves, are in `blocks/probes/results/runs.jsonl`. They were made on:"
+    )
+    made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))
+    parts = [
+        f"# {title}",
+        text,
+        table.markdown([]).strip(),
+        "## Settings",
+        settings,
+        how,
+        made,
+        f"```bash\ndeltazoo probe {options}\n```",
+        "This page is generated: `deltazoo probe --pages docs/evidence --out blocks/probes/results`.",
+    ]
+    return "\n\n".join(parts) + "\n"

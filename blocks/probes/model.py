@@ -1,0 +1,54 @@
+"""The small model of a mixer for a task: every mixer gets the same depth, width and heads."""
+
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.probes.task import Task
+from deltazoo.blocks.spec.pattern import names, parse, unreached
+from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.mixers.core.config import config_class
+from deltazoo.mixers.core.mixer import MixerConfig
+
+_MAX_DEPTH = 64
+_STATE_SPACE_VALUES = 64  # Mamba-2's width of a value head
+
+
+def probe_stack(pattern: str, task: Task) -> StackSpec:
+    """Return the model of a mixer, or a hybrid pattern, for a task.
+
+    The depth is the task's, or the smallest that contains every layer of the pattern. Fields in the pattern take
+    precedence over the task's sizes: "deltanet(heads=4, negative_eigenvalues=both)".
+
+    Raises: UnknownNameError; PatternError: an unknown field; ConfigError: a mixer does not fit the width.
+    """
+    term = parse(pattern)
+    depths = range(task.depth, _MAX_DEPTH + 1)
+    depth = next((depth for depth in depths if not unreached(term, depth)), None)
+    if depth is None:
+        raise ConfigError(f"mixer pattern must have at most {_MAX_DEPTH} layers, got {pattern}")
+    return StackSpec(
+        width=task.width,
+        depth=depth,
+        vocab=task.vocab,
+        pattern=pattern,
+        layers={name.name: sized(config_class(name.name)(), task) for name in names(term)},
+        mlp=Dense(width=int(task.mlp * task.width)) if task.mlp else "none",
+        tied=False,
+    )
+
+
+def sized(config: MixerConfig, task: Task) -> MixerConfig:
+    """Return a mixer with the task's heads, K = width / heads.
+
+    Mamba-2 and its relatives have one group of keys and value heads of 64 channels or K, whichever is smaller. A mixer
+    without heads keeps its fields; mixers inside a mixer are sized, too.
+    """
+    fields = type(config).model_fields
+    key_width = max(1, task.width // task.heads)
+    sizes: dict[str, object] = {
+        name: sized(value, task) for name, value in dict(config).items() if isinstance(value, MixerConfig)
+    }
+    if "heads" in fields and fields["heads"].default is None:
+        sizes["heads"] = task.heads
+    elif "heads" in fields and "key_width" in fields:
+        sizes |= {"key_width": key_width, "value_width": min(_STATE_SPACE_VALUES, key_width)}
+    return type(config).model_validate({**dict(config), **sizes}) if sizes else config

@@ -1,0 +1,67 @@
+"""The tasks by name. A name with fields in parentheses changes them: "mqar(length=1024, pairs=128)"."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from deltazoo.backends.io.errors import ConfigError, PatternError, unknown_name
+from deltazoo.backends.io.frozen_config import describe_errors
+from deltazoo.blocks.probes.task import Task
+from deltazoo.blocks.probes.tasks.forgetting_mqar import ForgettingMQAR
+from deltazoo.blocks.probes.tasks.induction import InductionHeads
+from deltazoo.blocks.probes.tasks.modular_arithmetic import ModularArithmetic
+from deltazoo.blocks.probes.tasks.mqar import MQAR
+from deltazoo.blocks.probes.tasks.needle import Needle
+from deltazoo.blocks.probes.tasks.palindrome import Palindrome
+from deltazoo.blocks.probes.tasks.parity import Parity
+from deltazoo.blocks.probes.tasks.selective_copying import SelectiveCopying
+from deltazoo.blocks.probes.tasks.stacks import Stacks
+from deltazoo.blocks.probes.tasks.word_problem import WordProblem
+from deltazoo.blocks.spec.pattern import parse
+from deltazoo.mixers.core.patterns import Name
+
+TASKS: dict[str, Task] = {
+    "mqar": MQAR(),
+    "mqar_kimi": MQAR(length=1024, lengths=(1024,), pairs=64, tokens=8192, width=256, heads=2, steps=20_000, batch=64,
+                      rates=(5e-5, 1e-4, 5e-4, 1e-3)),
+    "forgetting_mqar": ForgettingMQAR(),
+    "induction": InductionHeads(),
+    "selective_copying": SelectiveCopying(),
+    "parity": Parity(),
+    "s3": WordProblem(),
+    "s4": WordProblem(group="S4"),
+    "a5": WordProblem(group="A5"),
+    "s5": WordProblem(group="S5"),
+    "modular_arithmetic": ModularArithmetic(),
+    "palindrome": Palindrome(),
+    "stacks": Stacks(),
+    "needle1": Needle(haystack="repeated"),
+    "needle2": Needle(),
+    "needle3": Needle(value_tokens=8),
+}  # fmt: skip
+
+
+def task(text: str) -> Task:
+    """Return the task of a name, with the fields that are changed in parentheses.
+
+    A `length` without `lengths` is also the length of the evaluation.
+
+    Raises: ConfigError: an unknown task or field, or an invalid value.
+    """
+    try:
+        term = parse(text)
+    except PatternError as error:
+        raise ConfigError(f"task {text!r} must be a name with fields in parentheses: {error}") from None
+    if not isinstance(term, Name):
+        raise ConfigError(f"task must be a name with fields in parentheses, got {text!r}")
+    if term.name not in TASKS:
+        raise ConfigError(unknown_name("task", term.name, TASKS))
+    base = TASKS[term.name]
+    changes: dict[str, Any] = dict(term.fields)
+    if "length" in changes:
+        changes = {"lengths": (changes["length"],), **changes}
+    data = {**dict(base), **changes}
+    try:
+        return type(base).model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(describe_errors((term.name,), error, type(base))) from None

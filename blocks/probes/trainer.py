@@ -1,0 +1,157 @@
+"""Trainer: one run of a model on a task. On a GPU a whole training step is one CUDA graph on a stream of its own.
+
+The graph draws the sequences, computes the loss and the gradients, and updates the weights and the learning rate, so
+that several runs share a GPU without waiting for the host. A step adds in a fixed order: runs repeat bit for bit.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.io.errors import ValueRangeError
+from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
+from deltazoo.blocks.model.compilation import CompiledLayers
+from deltazoo.blocks.model.losses import at_places
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.probes.task import Batch, Task
+from deltazoo.blocks.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from deltazoo.blocks.training.optimizer import Optimizer, learning_rate
+
+_EAGER_STEPS = 3  # before the capture: they allocate the optimizer's state and load the kernels
+_WARMUP = 0.05  # of the steps
+_EVALUATION_SEED = 2**31  # all runs of a task are evaluated on the same sequences
+_CALL_TOKENS = 2**14
+
+
+class Trainer:
+    """The state of a run after `step` steps.
+
+    Args: compiled: the layers for the training steps; None: eager.
+    """
+
+    def __init__(self, model: LanguageModel, task: Task, rate: float, seed: int) -> None:
+        self.model, self.task, self.step = model, task, 0
+        self.compiled: CompiledLayers | None = None
+        self.device = model.device
+        self.config = TrainConfig(
+            steps=task.steps,
+            optimizer=OptimizerConfig(learning_rate=rate, weight_decay=task.weight_decay),
+            schedule=ScheduleConfig(warmup=int(_WARMUP * task.steps), final=0.0),
+        )
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.optimizer = Optimizer(model, self.config.optimizer, sharded=False)
+        self.loss = torch.zeros((), device=self.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.is_cuda = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if self.is_cuda else None
+        rates = [learning_rate(self.config, step) for step in range(task.steps)]
+        self.rates = torch.tensor(rates, device=self.device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=self.device)  # of steps, which a graph increments
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which fills the weights
+
+    def train(self, until: int) -> None:
+        """Take steps up to `until`. On a GPU the calls return before the steps are done."""
+        with self._on_stream():
+            while self.step < until:
+                if self.graph is not None:
+                    self.graph.replay()
+                else:
+                    self._take_step()
+                    if self.is_cuda and self.step + 1 == _EAGER_STEPS:
+                        self._capture()
+                self.step += 1
+
+    def last_loss(self) -> float:
+        """Wait for the steps; return the loss of the last one in nats per answer."""
+        with self._on_stream():
+            return float(self.loss)
+
+    @torch.no_grad()
+    def accuracy(self, length: int, tokens: int) -> float:
+        """Return the share of the scored answers that have the largest logit, on about `tokens` tokens.
+
+        Args: length: of the sequences.
+        """
+        generator = torch.Generator(self.device).manual_seed(_EVALUATION_SEED + length)
+        rows = max(1, min(_CALL_TOKENS, tokens) // length)
+        right = total = 0
+        with self._on_stream():
+            for _ in range(max(1, tokens // (rows * length))):
+                batch = self.task.last_half(self.task.draw(rows, length, generator))
+                with self._autocast():
+                    try:
+                        found = self._answers(batch)
+                    except ValueRangeError:  # a NaN, which a CPU refuses
+                        return 0.0
+                is_scored = batch.answers_BA != IGNORE_INDEX
+                right += int(((found == batch.answers_BA) & is_scored).sum())
+                total += int(is_scored.sum())
+        return right / max(1, total)
+
+    def _answers(self, batch: Batch) -> Tensor:
+        x_BTD, _ = self.model.features(batch.tokens_BT)
+        logits_BAL = self.model.logits(at_places(x_BTD, batch.places_BA))
+        return torch.where(logits_BAL.isnan().any(2), IGNORE_INDEX - 1, logits_BAL.argmax(2))
+
+    def _take_step(self) -> None:
+        with _in_fixed_order() if self.is_cuda else nullcontext():
+            self._compute_step()
+
+    def _compute_step(self) -> None:
+        batch = self.task.draw(self.task.batch, self.task.length, self.generator)
+        active: AbstractContextManager[Any] = nullcontext() if self.compiled is None else self.compiled.active()
+        with active, self._autocast():
+            losses = self.model.losses(batch.tokens_BT, batch.answers_BA, places_BA=batch.places_BA)
+        self.model.zero_grad()
+        losses.total.backward()
+        norm = torch.nn.utils.get_total_norm([x.grad for x in self.model.parameters() if x.grad is not None])
+        scale = (self.config.optimizer.clip / norm).clamp(max=1)
+        self.optimizer.step(self.rates.gather(0, self.count)[0], scale, skip=~norm.isfinite())
+        self.count += 1
+        self.loss.copy_(losses.cross_entropy.detach())
+
+    def _capture(self) -> None:
+        """Capture a step. The capture runs nothing, so neither the weights nor the generator move."""
+        assert self.stream is not None
+        self.stream.synchronize()
+        for group in self.optimizer.groups:
+            group["capturable"] = True
+        self.model.zero_grad()  # the graph then stores gradients in its own memory
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            self._take_step()
+        self.graph = graph
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        enabled = self.is_cuda and self.task.dtype == "bfloat16"
+        # Casts that autocast keeps would be those of the weights before the capture.
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+@contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Use torch's deterministic operators: the gradient of an embedding else adds in the order in which blocks end.
+
+    Products of cuBLAS, of which torch warns, repeat on one stream with a workspace of its own.
+    """
+    before = torch.get_deterministic_debug_mode()
+    memory: Any = torch.utils.deterministic  # a module with a property
+    fills = memory.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*deterministic")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        memory.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            memory.fill_uninitialized_memory = fills

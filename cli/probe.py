@@ -1,0 +1,167 @@
+"""`deltazoo probe`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltazoo.cli.terminal.options import AsJson, Device, split
+from deltazoo.cli.terminal.output import (
+    print_json,
+    print_line,
+    print_note,
+    print_notes,
+    print_piece,
+    print_table,
+    print_text,
+    progress,
+)
+from deltazoo.cli.terminal.threads import let_idle_threads_sleep
+
+if TYPE_CHECKING:
+    from deltazoo.blocks.probes.records import Run
+
+_NOTHING_FINISHED = 1  # exit code
+
+
+def command(
+    mixers: Annotated[
+        str | None,
+        typer.Option(
+            show_default="gated_deltanet,kda,mamba2,attention",
+            help="Comma-separated mixers, plug-ins or hybrid patterns, with changed fields in parentheses: "
+            '"deltanet(negative_eigenvalues=both),3*kda + attention".',
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            show_default="parity,s3,mqar",
+            help='Comma-separated tasks, see --list, with changed fields in parentheses: "mqar(length=512,pairs=64)".',
+        ),
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option(help="Run what decides this claim of docs/evidence/, and print its page.")
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of runs.jsonl. Runs that it holds are not repeated, so a second call continues."),
+    ] = Path("probes"),
+    budget: Annotated[float, typer.Option(min=0, help="Seconds. Runs that are not finished then are dropped.")] = 600.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds at the best learning rate of each mixer and task.")] = 3,
+    device: Device = "cpu",
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="4 on a GPU, one per core on a CPU", help="Processes that share the device."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a heat map and curves over length to this PNG, SVG or PDF file.")
+    ] = None,
+    pages: Annotated[
+        Path | None,
+        typer.Option(help="Write the pages of docs/evidence/ from the runs in --out to this folder, and exit."),
+    ] = None,
+    list_tasks: Annotated[bool, typer.Option("--list", help="List the tasks and the claims, and exit.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train small models of mixers on synthetic tasks: what each mixer can do.
+
+    Every task states its model, schedule and learning rates. All rates run with one seed, and the best one with more.
+    Each finished run is a line of runs.jsonl. Prints the accuracy at the longest length.
+
+    Exit code 1: no run is finished.
+    """
+    let_idle_threads_sleep()
+    if list_tasks:
+        _list(as_json)
+        return
+    if pages is not None:
+        _write_pages(pages, out)
+        return
+    from deltazoo.backends.io.errors import ConfigError, unknown_name
+    from deltazoo.blocks.probes.claims import CLAIMS, page
+    from deltazoo.blocks.probes.report import environments, score_table
+    from deltazoo.blocks.probes.report import plot as draw
+    from deltazoo.blocks.probes.runner import ProbeConfig, probe
+    from deltazoo.blocks.training.report import check_outputs
+
+    if claim is not None:
+        if mixers is not None or tasks is not None:
+            raise ConfigError("--claim has mixers and tasks of its own, so omit --mixers and --tasks")
+        if claim not in CLAIMS:
+            raise ConfigError(unknown_name("claim", claim, CLAIMS))
+        chosen = CLAIMS[claim]
+        wanted, on = [*chosen.better, *chosen.worse], [*chosen.tasks]
+    else:
+        wanted = split(mixers) or ["gated_deltanet", "kda", "mamba2", "attention"]
+        on = split(tasks) or ["parity", "s3", "mqar"]
+    check_outputs(plot=plot)
+    config = ProbeConfig(budget=budget, seeds=seeds, device=device, workers=workers)
+    with progress() as report_progress:
+        result = probe(wanted, on, out, config, report_progress, None if as_json or claim else _print_run)
+    if plot is not None:
+        draw(result.runs, plot)
+    if as_json:
+        print_json({"runs": result.runs, "problems": [{"run": name, "reason": why} for name, why in result.problems]})
+    elif claim is not None and result.runs:
+        print_piece(page(claim, result.runs))
+    elif result.runs:
+        table = score_table(result.runs)
+        print_line()
+        print_table(table.columns, table.rows)
+        print_line()
+        print_notes(table.notes)
+        for line in environments(result.runs):
+            print_text(line)
+    if not as_json:
+        for name, why in result.problems:
+            print_note(f"{name}: {why}")
+    if not result.runs:
+        raise typer.Exit(_NOTHING_FINISHED)
+
+
+def _print_run(run: "Run") -> None:
+    lengths = ", ".join(f"{length:,}: {100 * accuracy:.1f} %" for length, accuracy in run.accuracy.items())
+    end = "; diverged" if run.diverged else ""
+    print_text(
+        f"{run.task} {run.mixer}: rate {run.rate:g}, seed {run.seed}, {run.steps:,} steps, {lengths}; "
+        f"{run.seconds:.1f} s{end}"
+    )
+
+
+def _write_pages(folder: Path, out: Path) -> None:
+    from deltazoo.backends.io.output_path import output_folder
+    from deltazoo.blocks.probes.claims import pages
+    from deltazoo.blocks.probes.records import RUNS, read
+    from deltazoo.blocks.probes.report import plot
+
+    runs = read(out / RUNS)
+    output_folder(folder)
+    if runs:
+        plot(runs, folder / "table.png")
+    for name, text in pages(runs).items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print_line(str(folder / name))
+
+
+def _list(as_json: bool) -> None:
+    from deltazoo.blocks.probes.claims import CLAIMS
+    from deltazoo.blocks.probes.tasks import TASKS
+
+    if as_json:
+        tasks = {
+            name: {
+                "about": task.about,
+                "source": task.source,
+                "published": task.published,
+                "difference": task.difference,
+                "settings": task,
+            }
+            for name, task in TASKS.items()
+        }
+        print_json({"tasks": tasks, "claims": {name: claim._asdict() for name, claim in CLAIMS.items()}})
+        return
+    rows = [(name, task.about, task.source, task.published) for name, task in TASKS.items()]
+    print_table(["task", "", "source", "published"], rows, pipe_width=140)
+    print_line()
+    print_table(["claim", ""], [(name, claim.sentence) for name, claim in CLAIMS.items()], pipe_width=140)

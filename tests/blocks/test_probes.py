@@ -1,0 +1,222 @@
+"""Probes: labels against exact solvers, runs that repeat and resume, and the figures of the tables."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import deltazoo
+from deltazoo.backends.io.errors import ConfigError, UnknownNameError
+from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
+from deltazoo.blocks.model.compilation import CompiledLayers
+from deltazoo.blocks.probes import claims, records, report
+from deltazoo.blocks.probes.model import probe_stack
+from deltazoo.blocks.probes.runner import ProbeConfig, probe
+from deltazoo.blocks.probes.tasks import TASKS, task
+from deltazoo.blocks.probes.tasks.word_problem import compose, elements
+from deltazoo.blocks.probes.trainer import Trainer
+from deltazoo.mixers import DeltaNet, Mamba2
+
+TINY = "parity(length=4,lengths=[4,8],steps=4,batch=4,width=16,heads=1,rates=[1e-2,1e-3],evaluation_tokens=256)"
+
+
+def answers(batch, row):
+    scored = zip(batch.places_BA[row].tolist(), batch.answers_BA[row].tolist(), strict=True)
+    return {place: answer for place, answer in scored if answer != IGNORE_INDEX}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_labels_are_those_of_an_exact_solver(name):
+    each = TASKS[name]
+    for length in dict.fromkeys((each.length, each.lengths[-1])):
+        batch = each.draw(3, length, torch.Generator().manual_seed(length))
+        assert batch.tokens_BT.shape == (3, length)
+        assert batch.tokens_BT.min() >= 0 and batch.tokens_BT.max() < each.vocab
+        for row in range(3):
+            solved = each.solve(batch.tokens_BT[row].tolist())
+            assert solved == answers(batch, row)
+            scored = answers(each.last_half(batch), row)
+            assert scored and scored.items() <= solved.items()
+
+
+def test_a_task_is_drawn_from_its_generator_alone():
+    draws = [TASKS["stacks"].draw(2, 192, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(draws[0].tokens_BT, draws[1].tokens_BT)
+    assert not torch.equal(draws[0].tokens_BT, draws[2].tokens_BT)
+
+
+def test_forgetting_mqar_asks_for_values_that_replaced_others():
+    each = task("forgetting_mqar(pairs=4, updates=4, length=64, lengths=[64])")
+    tokens = each.draw(1, 64, torch.Generator().manual_seed(0)).tokens_BT[0].tolist()
+    keys = tokens[:16:2]
+    assert sorted(keys.count(key) for key in set(keys)) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("group", "order"), [("S3", 6), ("S4", 24), ("A5", 60), ("S5", 120)])
+def test_the_elements_are_a_group(group, order):
+    listed = elements(group)
+    assert len(set(listed)) == order
+    assert {compose(a, b) for a in listed for b in listed[: order // 2]} == set(listed)
+
+
+def test_wrong_tasks_are_refused_in_a_sentence():
+    with pytest.raises(ConfigError, match="did you mean 'parity'"):
+        task("parityy")
+    with pytest.raises(ConfigError, match=r"parity\.lenth: unknown field; did you mean 'length'"):
+        task("parity(lenth=3)")
+    with pytest.raises(ConfigError, match="pairs must be at most length / 4"):
+        task("mqar(pairs=100)")
+    with pytest.raises(ConfigError, match="must be a name"):
+        task("parity + mqar")
+
+
+def test_a_task_states_how_its_defaults_differ_from_its_source():
+    longer = task("mqar(length=512,pairs=64)")
+    assert task("mqar").difference == task("mqar").scaled and longer.difference == ""
+    assert longer.lengths == (512,)
+
+
+def test_every_mixer_gets_the_sizes_of_the_task_unless_it_names_its_own():
+    (first, _) = probe_stack("deltanet", TASKS["mqar"]).expand()
+    assert first.mixer == DeltaNet(heads=2)
+    (first, _) = probe_stack("mamba2", TASKS["mqar"]).expand()
+    assert first.mixer == Mamba2(key_width=32, value_width=32)
+    (first,) = probe_stack("deltanet(heads=4, negative_eigenvalues=both)", TASKS["parity"]).expand()
+    assert first.mixer == DeltaNet(heads=4, negative_eigenvalues="both")
+    (first,) = probe_stack("mom", TASKS["parity"]).expand()
+    assert first.mixer.memory.heads == 1
+    assert probe_stack("3*gated_deltanet + attention", TASKS["mqar"]).depth == 4
+    with pytest.raises(UnknownNameError, match="did you mean 'mamba2'"):
+        probe_stack("mamba22", TASKS["mqar"])
+
+
+def test_a_run_learns_and_ends_when_the_task_is_solved(tmp_path):
+    easy = "parity(length=2,lengths=[2],steps=100,batch=16,width=16,heads=1,rates=[1e-2],evaluation_tokens=1024)"
+    (run,) = probe(["deltanet"], [easy], tmp_path, ProbeConfig(seeds=1, workers=1)).runs
+    assert run.score == 1.0 and run.steps < 100
+    assert run.curve[-1].loss < 0.5 and run.curve[-1].accuracy == 1.0
+
+
+def test_probe_runs_rates_then_seeds_and_resumes(tmp_path):
+    config = ProbeConfig(seeds=2, workers=1)
+    seen = []
+    first = probe(["deltanet"], [TINY], tmp_path, config, on_run=seen.append)
+    assert first.problems == [] and first.runs == seen == records.read(tmp_path / "runs.jsonl")
+    assert [(run.rate, run.seed) for run in first.runs][:2] == [(1e-2, 0), (1e-3, 0)]
+    best = max(first.runs[:2], key=lambda run: run.rank).rate
+    assert [(run.rate, run.seed) for run in first.runs][2:] == [(best, 1)]
+    assert set(first.runs[0].accuracy) == {4, 8} and first.runs[0].steps == 4
+
+    seen.clear()
+    assert probe(["deltanet"], [TINY], tmp_path, config, on_run=seen.append).runs == first.runs and seen == []
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:1], lines[1][:50]]))  # killed while it wrote the second
+    again = probe(["deltanet"], [TINY], tmp_path, config, on_run=seen.append).runs
+    assert len(seen) == 2
+    figures = [(run.rate, run.seed, run.accuracy, run.curve) for run in again]
+    assert figures == [(run.rate, run.seed, run.accuracy, run.curve) for run in first.runs]
+
+
+def test_a_spent_budget_names_what_is_missing(tmp_path):
+    result = probe(["deltanet"], [TINY], tmp_path, ProbeConfig(budget=0, workers=1))
+    assert result.runs == []
+    assert result.problems == [(f"deltanet on {TINY}", "the budget is spent; the same command continues")]
+
+
+def test_a_file_with_other_settings_is_refused(tmp_path):
+    config = ProbeConfig(seeds=1, workers=1)
+    (run, *_) = probe(["deltanet"], [TINY], tmp_path, config).runs
+    changed = run.model_copy(update={"settings": {**run.settings, "steps": 5}})
+    (tmp_path / "runs.jsonl").write_text(changed.model_dump_json() + "\n")
+    with pytest.raises(ConfigError, match="with other settings"):
+        probe(["deltanet"], [TINY], tmp_path, config)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Runs with set scores: two mixers on parity, the first with three seeds at its best rate."""
+    one_rate, folder = TINY.replace("1e-2,1e-3", "1e-2"), tmp_path_factory.mktemp("runs")
+    (run,) = probe(["deltanet"], [one_rate], folder, ProbeConfig(seeds=1, workers=1)).runs
+
+    def scored(mixer, rate, seed, score):
+        figures = {"task": "parity", "mixer": mixer, "rate": rate, "seed": seed, "accuracy": {40: 1.0, 256: score}}
+        return run.model_copy(update=figures)
+
+    return [
+        scored("better", 1e-2, 0, 0.8),
+        scored("better", 1e-3, 0, 0.9),
+        scored("better", 1e-3, 1, 0.7),
+        scored("better", 1e-3, 2, 0.8),
+        scored("worse", 1e-3, 0, 0.5),
+    ]
+
+
+def test_a_cell_has_the_seeds_of_the_best_rate(finished):
+    cell = records.cells(finished)["parity", "better"]
+    assert cell.rate == 1e-3 and math.isclose(cell.score, 0.8)
+    assert cell.text() == "80.0 (70.0 to 90.0)"
+    table = report.score_table(finished)
+    assert table.rows == [["better", "80.0 (70.0 to 90.0)"], ["worse", "50.0"]]
+
+
+def test_a_verdict_compares_the_lowest_with_the_highest(finished):
+    claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",))
+    assert claims.verdict(claim, finished).holds is True
+    assert claims.verdict(claim._replace(solved=True), finished).holds is False
+    assert claims.verdict(claim._replace(better=("worse",), worse=("better",)), finished).holds is False
+    assert claims.verdict(claim, finished[:-1]).holds is None
+
+
+@pytest.mark.parametrize("name", claims.CLAIMS)
+def test_every_claim_names_mixers_and_tasks_that_exist(name):
+    claim = claims.CLAIMS[name]
+    for each in claim.tasks:
+        for mixer in (*claim.better, *claim.worse):
+            assert probe_stack(mixer, task(each)).depth >= task(each).depth
+
+
+def test_models_of_a_spec_share_compiled_layers():
+    models = [probe_stack("deltanet", TASKS["parity"]).build() for _ in range(2)]
+    first = CompiledLayers(models[0])
+    second = first.of(models[1])
+    assert [method.__func__ for _, method in first.forwards] == [method.__func__ for _, method in second.forwards]
+    assert [module for module, _ in second.forwards] == [*models[1].stack.layers, models[1].stack.norm]
+    assert all(method.__self__ is module for module, method in second.forwards)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("mixer", "name"), [("kda", "mqar"), ("deltanet", "parity"), ("deltaproduct", "s3"), ("attention", "parity")]
+)
+def test_a_captured_step_is_the_eager_step(mixer, name):
+    """Two captured runs are equal bit for bit; an eager one differs by the order of atomic sums at most."""
+    losses = []
+    for captures in (True, True, False):
+        torch.manual_seed(0)
+        trainer = Trainer(probe_stack(mixer, TASKS[name]).build().cuda(), TASKS[name], 1e-3, 0)
+        if not captures:
+            trainer._capture = lambda: None
+        losses.append([])
+        for step in range(1, 11):
+            trainer.train(step)
+            losses[-1].append(trainer.last_loss())
+        assert (trainer.graph is not None) == captures
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2], rel=1e-3)
+
+
+def test_the_pages_of_the_site_are_those_of_the_packaged_runs():
+    folder = Path(deltazoo.__file__).parent / "docs" / "evidence"
+    pages = claims.pages(records.packaged())
+    assert sorted(pages) == sorted(path.name for path in folder.glob("*.md"))
+    for name, text in pages.items():
+        assert (folder / name).read_text(encoding="utf-8") == text, (
+            "stale: run `deltazoo probe --pages docs/evidence --out blocks/probes/results`"
+        )
+
+
+def test_packaged_runs_have_a_commit_a_device_and_the_settings_of_their_tasks():
+    for run in records.packaged():
+        assert run.environment.commit is not None and run.environment.device
+        assert task(run.task).model_dump(mode="json") == run.settings
