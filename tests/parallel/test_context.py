@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fsdp_rank import expected_gradients, run_fsdp_rank
+from fsdp_rank import batch_of, build_model, expected_gradients, run_fsdp_rank
 from gpu_rank import run_gpu_rank
 from ranks import Case, errors_of, random_case, worst_errors
 from small_configs import WIDTH, ZOO, small
@@ -58,6 +58,20 @@ def test_two_pieces_equal_the_whole(name: str, mesh: DeviceMesh) -> None:
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     configs = {name: ZOO[name] for name in ("gated_deltanet", "mamba", "sliding_window", "attention")}
     assert_exact(worst_errors(2, tmp_path, configs, WIDTH, CASES))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_decoding_continues_a_split_prompt(layout: Layout, mesh: DeviceMesh) -> None:
+    model = build_model().eval()
+    prompt, last = batch_of(0)[0][:, :-1], batch_of(0)[0][:, -1:]
+    batch = ContextParallel(mesh, layout).plan(*prompt.shape)
+    with torch.no_grad():
+        expected, state = model(prompt, model.init_state(2, 16))
+        expected_next, _ = model(last, state)
+        logits, state = model(batch.shard(prompt), model.init_state(2, 16), batch.context)
+        actual_next, _ = model(last, state)
+    torch.testing.assert_close(batch.gather(logits), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual_next, expected_next, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", REFUSED)
