@@ -28,8 +28,8 @@ from deltazoo.mixers.core.state import nbytes
 # Tokens per row from which compiling the step takes less time than it saves, by device.
 # CPU: compiling the step of `gated-deltanet-h1-small` takes as long as decoding 1,500 tokens eagerly if Inductor's
 # cache holds its kernels, and 3,500 otherwise.
-# CUDA: never. A captured step of `gated-deltanet-1.3b` takes 1.03 ms with one row and 2.35 with 32, and 1.39 and 3.19 if
-# its layers are compiled before, which takes 22 s (H200, other work beside it).
+# CUDA: never. A captured step of `gated-deltanet-1.3b` takes 1.03 ms with one row and 2.35 with 32, and 1.39 and 3.19
+# if its layers are compiled before, which takes 22 s (H200, other work beside it).
 COMPILE_FROM = {"cpu": 2048}
 KEPT_SHARE = 1 / 8  # of the memory of a CUDA device that kept decoders may take
 KEPT_BYTES = 2**30  # on other devices

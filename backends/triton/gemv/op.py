@@ -53,9 +53,10 @@ class StreamLaunch(NamedTuple):
 
 
 class StreamRowsLaunch(NamedTuple):
-    """most stages of the two rings, of which two programs must fit the shared memory of an SM."""
+    """most stages of the two rings, and programs that must fit the shared memory of an SM."""
 
     stages: int = 5
+    share: int = 2
 
 
 class Around(NamedTuple):
@@ -167,7 +168,7 @@ def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor,
             kernel = stream_kernel
         else:
             columns = max(16, power_of_two(M))
-            room = device.shared_memory // 2 - _RESERVED - 128 * columns * size
+            room = device.shared_memory // launch.share - _RESERVED - 128 * columns * size
             stages = min(launch.stages, room // ((128 + columns) * ROWS_BLOCK * size))
             given = {name: value for name, value in shared.items() if name not in ("NORM", "EPS", "SHIFT")}
             traits = StreamRowsTraits(
