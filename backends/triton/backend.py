@@ -137,7 +137,8 @@ class TritonBackend(Backend):
             if route_of(spec, inputs.v.shape[-1], T=1, grad=False) == "element step":
                 return element_step_(spec, inputs, states, slots)
             if torch.compiler.is_compiling():  # Inductor fuses these copies; in the operator each is a launch
-                inputs = inputs._make(None if x is None else x.contiguous() for x in inputs)
+                copied = {name: x.contiguous() for name, x in inputs._asdict().items() if x is not None}
+                inputs = UpdateInputs(**copied)
             return step_(*decode_operands(spec, inputs, self.config), states, slots)
 
     def verify_(
