@@ -3,7 +3,6 @@
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -309,11 +308,19 @@ class CarriedBackwardCall(NamedTuple):
     d_final: Tensor | None
 
 
+# The NamedTuple class of each field of a call, or None for one argument; a call without such a field is missing.
+# torch.compile traces the look-up: in torch 2.11 it can trace a dict, but not a cached function of a class.
+_NESTED: dict[Any, tuple[Any, ...]] = {}
+
+
 def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
     """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place."""
     names = {bool: "bool", int: "int", float: "float", str: "str"}
-    parameters = []
-    for name, hint in get_type_hints(call).items():
+    parameters, hints = [], get_type_hints(call)
+    nested = tuple(hint if hasattr(hint, "_fields") else None for hint in hints.values())
+    if any(nested):
+        _NESTED[call] = nested
+    for name, hint in hints.items():
         if hasattr(hint, "_fields"):
             parameters.append(schema(hint))
         elif hint in names:
@@ -325,7 +332,7 @@ def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
 
 
 def unflatten(call: type[T_], arguments: Sequence[Any]) -> T_:
-    """Build a NamedTuple from flat arguments in the order of `schema`."""
+    """Build a NamedTuple, whose `schema` has been written, from flat arguments in its order."""
     return _take(call, iter(arguments))
 
 
@@ -338,17 +345,10 @@ def flatten(call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _take(call: Any, arguments: Iterator[Any]) -> Any:
-    nested = _nested(call)
+    nested = _NESTED.get(call)
     if nested is None:
         return call._make(itertools.islice(arguments, len(call._fields)))
     return call._make([next(arguments) if field is None else _take(field, arguments) for field in nested])
-
-
-@functools.cache
-def _nested(call: Any) -> tuple[Any, ...] | None:
-    """The NamedTuple class of each field of a call, or None for one argument; None if no field has one."""
-    nested = tuple(hint if hasattr(hint, "_fields") else None for hint in get_type_hints(call).values())
-    return nested if any(nested) else None
 
 
 def allocate(like: Tensor, layout: list[Layout]) -> Tensor:
