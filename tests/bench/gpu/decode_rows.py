@@ -20,7 +20,7 @@ import torch
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
 
-PROCESSES, STEPS, COPIED = 10, 20, 2**30
+PROCESSES, STEPS, COPIED = 10, 6, 2**30  # the caches have room for 64 steps
 
 
 def main() -> int:
@@ -57,7 +57,8 @@ def main() -> int:
                 verdict = "passes" if us <= bound else "MISSES"
                 print(f"{name}  {us:.1f}  {floor:.1f}  {bound:.1f}  {us / floor:.2f}  {verdict}", flush=True)
         for pipe, *_ in ready:
-            pipe.send("go on")
+            with contextlib.suppress(OSError):  # the process has died
+                pipe.send("go on")
     return int(missed > 0)
 
 
