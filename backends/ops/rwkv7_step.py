@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deltazoo.backends.ops.gemv import Norm, Shift, shifted_products
-from deltazoo.backends.triton.decode.rwkv7_op import rwkv7_step
+from deltazoo.backends.triton.decode.rwkv7_op import RWKV7Call, rwkv7_step
+from deltazoo.backends.triton.decode.rwkv7_op import RWKV7Weights as RWKV7Weights
 
 MAX_WIDTH = 128  # of a head: a program holds its state
 
@@ -28,29 +29,6 @@ class RWKV7Maps(NamedTuple):
     rate: Tensor
     gate: Tensor
     value: Tensor | None
-
-
-class RWKV7Weights(NamedTuple):
-    """The second maps of low rank [.., rank], their biases, and the weights by channel.
-
-    Args:
-        decay, rate: [H K, rank]; gate, value: [H V, rank]. decay_bias, rate_bias, xi, alpha, u: [H K].
-        value_bias, norm_weight, norm_bias: [H V]. eps: of the output norm.
-    """
-
-    decay: Tensor
-    rate: Tensor
-    gate: Tensor
-    value: Tensor | None
-    decay_bias: Tensor
-    rate_bias: Tensor
-    value_bias: Tensor | None
-    xi: Tensor
-    alpha: Tensor
-    u: Tensor
-    norm_weight: Tensor
-    norm_bias: Tensor
-    eps: float
 
 
 class RWKV7State(NamedTuple):
@@ -76,12 +54,15 @@ def rwkv7_token_(
         rows.append(3)
     shift = Shift(state.previous, mix, (*rows,))
     r, k, v, *low = (y[:, 0] for y in shifted_products(x, of_x, norm, shift))
-    of_value: tuple[Tensor | None, ...] = (None, None, None, None)
-    decay, rate, gate, value, decay_bias, rate_bias, value_bias, *others, eps = weights
     if maps.value is not None and first is not None:
-        of_value = first[:, 0], low.pop(), value, value_bias
-    o: Tensor = rwkv7_step(
-        x[:, 0], norm.weight, state.previous[:, 0], r, k, v, of_value[0], *low, of_value[1], decay, rate, gate,
-        of_value[2], decay_bias, rate_bias, of_value[3], *others, state.update, eps, norm.eps,
+        low_value, first_value = low.pop(), first[:, 0]
+    else:
+        low_value, first_value, weights = None, None, weights._replace(value=None, value_bias=None)
+    o = rwkv7_step(
+        RWKV7Call(
+            x=x[:, 0], input_weight=norm.weight, previous=state.previous[:, 0], r=r, k=k, v=v, first=first_value,
+            low_decay=low[0], low_rate=low[1], low_gate=low[2], low_value=low_value, weights=weights,
+            states=state.update, input_eps=norm.eps,
+        )
     )  # fmt: skip
     return o[:, None], v[:, None]

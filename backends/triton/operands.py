@@ -313,8 +313,11 @@ class CarriedBackwardCall(NamedTuple):
 _NESTED: dict[Any, tuple[Any, ...]] = {}
 
 
-def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
-    """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place."""
+def schema(call: type[tuple[Any, ...]], *mutated: str) -> str:
+    """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place.
+
+    Args: mutated: the names of tensors that the operator changes in place.
+    """
     names = {bool: "bool", int: "int", float: "float", str: "str"}
     parameters, hints = [], get_type_hints(call)
     nested = tuple(hint if hasattr(hint, "_fields") else None for hint in hints.values())
@@ -327,7 +330,8 @@ def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:
             parameters.append(f"{names[hint]} {name}")
         else:
             optional = "?" if type(None) in get_args(hint) else ""
-            parameters.append(f"Tensor{'(a!)' if name == mutated else ''}{optional} {name}")
+            alias = f"({'ab'[mutated.index(name)]}!)" if name in mutated else ""
+            parameters.append(f"Tensor{alias}{optional} {name}")
     return ", ".join(parameters)
 
 

@@ -121,13 +121,13 @@ def _contiguous(call: Any, arguments: tuple[Any, ...]) -> Any:
 _STEP_STATES = len(StepOperands._fields)  # position of the states among the arguments
 _COMMIT_STATES = _STEP_STATES + 1
 _step_op = operator(
-    f"triton_step_({schema(StepCall, mutated='states')}) -> Tensor", _step_impl, compiled_ahead(_step_impl, _step_fake)
+    f"triton_step_({schema(StepCall, 'states')}) -> Tensor", _step_impl, compiled_ahead(_step_impl, _step_fake)
 )
 _verify_op = operator(
     f"triton_verify({schema(StepCall)}) -> (Tensor, Tensor)", _verify_impl, compiled_ahead(_verify_impl, _verify_fake)
 )
 _commit_op = operator(
-    f"triton_commit_({schema(CommitCall, mutated='states')}) -> ()",
+    f"triton_commit_({schema(CommitCall, 'states')}) -> ()",
     _commit_impl,
     compiled_ahead(_commit_impl, _commit_fake),
 )

@@ -151,7 +151,7 @@ _backward_op = operator(
     compiled_ahead(_backward_impl, _backward_fake),
 )
 _step_op = operator(
-    f"triton_element_step_({schema(ElementStepCall, mutated='states')}) -> Tensor",
+    f"triton_element_step_({schema(ElementStepCall, 'states')}) -> Tensor",
     _step_impl,
     compiled_ahead(_step_impl, _step_fake),
 )
