@@ -10,7 +10,7 @@ width, V value width, W taps
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.decode.kernels.step_parts import l2_normalize, softplus, strength_of
+from deltazoo.backends.triton.decode.kernels.step_parts import l2_normalize, log_decay_of, softplus, strength_of
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
 
@@ -100,23 +100,7 @@ def drafted_operands_kernel(
                 tl.store(erase_out + token * STEPS * HV * K + at, strength_of(raw, traits.BETA_MAX), mask=in_k)
 
     if traits.DECAY and not traits.FIXED:
-        decay += token * traits.DECAY_STRIDE
-        if traits.DECAY_CHANNELS:
-            raw = tl.load(decay + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
-        else:
-            raw = tl.load(decay + hv).to(tl.float32)
-        if traits.TEMPERATURE is not None:
-            log_decay = softplus(-raw) / -traits.TEMPERATURE
-        else:
-            if traits.DECAY_CHANNELS:
-                raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
-            else:
-                raw += tl.load(dt_bias + hv).to(tl.float32)
-            rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-            if traits.DECAY_BOUND is None:
-                log_decay = -rate * softplus(raw)
-            else:
-                log_decay = traits.DECAY_BOUND * tl.sigmoid(rate * raw)
+        log_decay, _ = log_decay_of(decay + token * traits.DECAY_STRIDE, A_log, dt_bias, hv, ks, in_k, traits)
         if traits.DECAY_CHANNELS:
             tl.store(log_decay_out + (token * HV + hv) * K + ks, log_decay, mask=in_k)
         else:

@@ -23,9 +23,9 @@ from deltazoo.backends.triton.decode.kernels.step_parts import (
     l2_normalize,
     load_head,
     load_taps,
+    log_decay_of,
     norm_and_gate,
     push_token,
-    softplus,
     strength_of,
 )
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
@@ -173,24 +173,8 @@ def fused_step_kernel(
     if traits.FIXED:
         decay_factor = tl.exp(tl.load(log_decay + hv).to(tl.float32))
     if traits.DECAY and not traits.FIXED:
-        decay += row * traits.DECAY_STRIDE
-        if traits.DECAY_CHANNELS:
-            raw = tl.load(decay + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
-        else:
-            raw = tl.load(decay + hv).to(tl.float32)
-        if traits.TEMPERATURE is not None:
-            decay_factor = tl.exp(softplus(-raw) / -traits.TEMPERATURE)
-        else:
-            if traits.DECAY_CHANNELS:
-                raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
-            else:
-                raw += tl.load(dt_bias + hv).to(tl.float32)
-            rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-            dt = softplus(raw)
-            if traits.DECAY_BOUND is None:
-                decay_factor = tl.exp(-rate * dt)
-            else:
-                decay_factor = tl.exp(traits.DECAY_BOUND * tl.sigmoid(rate * raw))
+        log_decay, dt = log_decay_of(decay + row * traits.DECAY_STRIDE, A_log, dt_bias, hv, ks, in_k, traits)
+        decay_factor = tl.exp(log_decay)
         if traits.DECAY_CHANNELS:
             decay_factor = decay_factor[:, None]
 

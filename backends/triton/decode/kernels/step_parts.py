@@ -51,6 +51,28 @@ def push_token(taps, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def log_decay_of(decay, A_log, dt_bias, hv, ks, in_k, traits: tl.constexpr):
+    """Return the log decay of a token and value head, per key with DECAY_CHANNELS, and dt. decay: of the token."""
+    K: tl.constexpr = traits.K
+    if traits.DECAY_CHANNELS:
+        raw = tl.load(decay + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+    else:
+        raw = tl.load(decay + hv).to(tl.float32)
+    dt = raw
+    if traits.TEMPERATURE is not None:
+        log_decay = softplus(-raw) / -traits.TEMPERATURE
+    else:
+        if traits.DECAY_CHANNELS:
+            raw += tl.load(dt_bias + hv * K + ks, mask=in_k, other=0.0).to(tl.float32)
+        else:
+            raw += tl.load(dt_bias + hv).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        dt = softplus(raw)
+        log_decay = -rate * dt if traits.DECAY_BOUND is None else traits.DECAY_BOUND * tl.sigmoid(rate * raw)
+    return log_decay, dt
+
+
+@triton.jit
 def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
     """Divide a head by its L2 norm, if NORM."""
     if NORM:
