@@ -24,11 +24,12 @@ from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, 
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime import table
 from deltazoo.backends.triton.support import Span, Tiles, fixed_options
-from deltazoo.backends.triton.tiles import cdiv, power_of_two, value_tile
+from deltazoo.backends.triton.tiles import cdiv, key_tiles, power_of_two, value_tile
 
 # Bytes; a window of so many needs no segments of its own: of 160,000 tokens with 32 heads of 128 x 128.
 _SCRATCH = 2**32
-_COMBINED_CHUNKS = 4  # chunks that a program scans while combine_kernel applies the map of one segment, about
+# Chunks that a program scans while combine_kernel applies the map of one segment, about, for each tile of keys.
+_COMBINED_CHUNKS = 4
 
 
 def _per_row_of_total(problem: Problem, span: Span, tiles: Tiles) -> int:
@@ -74,10 +75,11 @@ def _segment_chunks(problem: Problem, processors: int) -> int:
     tiles = problem.HV * cdiv(problem.V, 128)
     chunks = max(cdiv(problem.T, CHUNK), 1)
     fit = segments_fit(problem, max(processors // tiles, 1), _SCRATCH)
+    combined = _COMBINED_CHUNKS * (2 if key_tiles(problem.K)[1] else 1)
 
     def duration(split: int) -> int:
         segments = cdiv(chunks, split)
-        return cdiv(segments * tiles, processors) * split + segments * _COMBINED_CHUNKS
+        return cdiv(segments * tiles, processors) * split + segments * combined
 
     splits = [SMALLEST_SEGMENT << i for i in range(power_of_two(chunks).bit_length())]
     return min((split for split in splits if split <= fit), key=duration)
