@@ -153,7 +153,8 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
     w, row, size, first = locate_map(tl.program_id(0), weights, traits)
     loaded = ()
     for step in tl.static_range(STEPS):
-        loaded = loaded + (load_weights(w, row, step, size, traits),)
+        weight = load_weights(w, row, step, size, traits)
+        loaded = loaded + (weight,)
         if traits.GATED:
             loaded = loaded + (load_weights(w + N0 * D, row, step, size, traits),)
     if traits.OVERLAP:
@@ -165,7 +166,8 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
         shares = ()
         befores = ()
         for step in tl.static_range(STEPS):
-            inputs = inputs + (load_inputs(x + m * traits.X_STRIDE, step, traits),)
+            block = load_inputs(x + m * traits.X_STRIDE, step, traits)
+            inputs = inputs + (block,)
             if traits.NORM:
                 scales = scales + (load_inputs(norm_weight, step, traits),)
             if traits.SHIFT:

@@ -137,7 +137,8 @@ def store_inputs(inputs_s, x, norm_weight, previous, share, traits: gl.constexpr
         values = ()
         befores = ()
         for b in gl.static_range(BLOCKS):
-            values = values + (load_row(x + m * traits.X_STRIDE, b, D),)
+            value = load_row(x + m * traits.X_STRIDE, b, D)
+            values = values + (value,)
             if traits.SHIFT:
                 befores = befores + (load_row(previous + m * D, b, D),)
         factor = 1.0
