@@ -185,6 +185,8 @@ def test_kernel_matches_the_reference_for_each_norm_and_gate(name, form):
         ("layer norm after the gate", "all"),
         ("strengths of channels, householders", "slots"),
         ("additive", "none"),
+        ("gate alone", "none"),
+        ("two taps", "slots"),
     ],
 )
 def test_a_head_split_over_programs_equals_the_reference_step(name, options, tiles, monkeypatch):
