@@ -150,13 +150,18 @@ def expert_hidden_kernel(x, norm_weight, expert, w, shared, h, traits: tl.conste
 
 
 @triton.jit
-def row_products(h, w, row, in_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the products of h [WIDTH] with the elements of ROWS rows of w, [ROWS, BLOCK]."""
+def load_row_weights(w, row, in_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows of w [.., WIDTH], [ROWS, BLOCK]."""
     f = tl.arange(0, BLOCK)
     mask = in_rows[:, None] & (f < WIDTH)[None, :]
-    weight = tl.load(w + row[:, None] * WIDTH + f[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-    inputs = tl.load(h + f, mask=f < WIDTH, other=0.0).to(tl.float32)
-    return weight.to(tl.float32) * inputs[None, :]
+    return tl.load(w + row[:, None] * WIDTH + f[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_hidden(h, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load hidden channels, [ROWS, BLOCK] with equal rows: [1, BLOCK] would have another layout than the weights."""
+    f = tl.arange(0, BLOCK)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+    return tl.load(h + f, mask=f < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -182,15 +187,24 @@ def expert_output_kernel(x, logits, expert, score, h, w, shared, y, traits: tl.c
     if traits.OVERLAP:
         wait_for_previous()
     h += b * (ACTIVE * F + S)
-    total = 0.0
-    sums = tl.zeros([OUTPUTS, BF], tl.float32)
+    experts = ()  # every load is issued before the first result is used
+    scores = ()
     for j in tl.static_range(ACTIVE):
-        e = tl.load(expert + b * ACTIVE + j)
-        s = tl.load(score + b * ACTIVE + j)
-        total += s
-        sums += s * row_products(h + j * F, w + e.to(tl.int64) * (D * F), row, in_rows, F, BF)
+        experts = experts + (tl.load(expert + b * ACTIVE + j).to(tl.int64),)
+        scores = scores + (tl.load(score + b * ACTIVE + j),)
+    weights = ()
+    inputs = ()
+    for j in tl.static_range(ACTIVE):
+        weights = weights + (load_row_weights(w + experts[j] * (D * F), row, in_rows, F, BF),)
+        inputs = inputs + (load_hidden(h + j * F, OUTPUTS, F, BF),)
     if S > 0:
-        products = row_products(h + ACTIVE * F, shared, row, in_rows, S, traits.BS)  # before the first barrier
+        shared_weights = load_row_weights(shared, row, in_rows, S, traits.BS)
+        products = shared_weights.to(tl.float32) * load_hidden(h + ACTIVE * F, OUTPUTS, S, traits.BS).to(tl.float32)
+    total = 0.0
+    sums = 0.0
+    for j in tl.static_range(ACTIVE):
+        total += scores[j]
+        sums += scores[j] * (weights[j].to(tl.float32) * inputs[j].to(tl.float32))
     out = tl.sum(sums, 1)
     if traits.NORMALIZE:
         out *= 1.0 / (total + 1e-20)
