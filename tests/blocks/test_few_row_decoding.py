@@ -77,7 +77,7 @@ def test_logits_of_decoded_tokens(name, rows, dtype, monkeypatch):
     prompt, following = torch.randint(97, (rows, 11), device="cuda"), torch.randint(97, (rows, 5), device="cuda")
     expected = logits(exact, prompt, following)
     error = relative_error(logits(model, prompt, following), expected, name == "experts")
-    for name_of_limit in ("MAX_ROWS", "MAX_STREAMED_ROWS"):
+    for name_of_limit in ("MAX_ROWS", "MAX_DOT_ROWS"):
         monkeypatch.setattr(gemv, name_of_limit, 0)
     separate = relative_error(logits(model, prompt, following), expected, name == "experts")
     assert error <= TOLERANCE[dtype]
