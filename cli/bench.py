@@ -71,6 +71,9 @@ def command(
     loads: Annotated[
         str | None, typer.Option(help="With --serve: comma-separated numbers of clients. Default: 1,4,16.")
     ] = None,
+    speculate: Annotated[
+        int | None, typer.Option(min=1, help="With --serve: number of tokens that a step drafts for each request.")
+    ] = None,
     layer: Annotated[
         list[str] | None,
         typer.Option(
@@ -154,15 +157,15 @@ def command(
         _refuse("--model", only_updates | only_layers | {"--layer": layer})
         if serve:
             _refuse("--serve", {"--backends": backends, "--checkpointing": checkpointing})
-            _bench_serve(model, shape, loads, config, markdown, as_json)
+            _bench_serve(model, shape, {"loads": split(loads), "speculate": speculate}, config, markdown, as_json)
             return
-        _refuse("without --serve, bench", {"--loads": loads})
+        _refuse("without --serve, bench", {"--loads": loads, "--speculate": speculate})
         _bench_model(model, shape, split(backends), config, checkpointing, markdown, as_json)
         return
     if checkpointing is not None:
         raise ConfigError("--checkpointing needs --model")
-    if serve or loads:
-        raise ConfigError("--serve and --loads need --model")
+    if serve or loads or speculate:
+        raise ConfigError("--serve, --loads and --speculate need --model")
     if layer:
         _refuse("--layer", only_updates | {"--backends": backends})
         sizes = {"width": width, "peer": peer and peer.value}
@@ -221,7 +224,7 @@ def _bench_model(
 def _bench_serve(
     model: str,
     shapes: list[str] | None,
-    loads: str | None,
+    of_engine: dict[str, object],
     config: "BenchConfig",
     markdown: Path | None,
     as_json: bool,
@@ -232,8 +235,7 @@ def _bench_serve(
 
     slots, prompt = parse_batch(shapes or ["B=16 T=512"])
     settings = {**config.model_dump(include={"device", "dtype", "seed"}), "slots": slots, "prompt": prompt}
-    if loads is not None:
-        settings["loads"] = split(loads)
+    settings |= {name: value for name, value in of_engine.items() if value is not None}
     serve_config = ServeBenchConfig.model_validate(settings)
     spec = StackSpec.load(model)
     live = _Live["ServeBenchmark"](as_json, ServeBenchmark.table)

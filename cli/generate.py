@@ -47,6 +47,14 @@ def command(
     ] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.")] = None,
     seed: Seed = 0,
+    speculate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Draft this number of tokens per step by prompt lookup, and verify them in one pass; for texts that "
+            "repeat parts of themselves. The tokens stay the same, up to rounding.",
+        ),
+    ] = 0,
     device: Device = "cpu",
     backend: BackendName = None,
     compile: Annotated[
@@ -88,7 +96,7 @@ def command(
             raise typer.BadParameter("give one of --prompt, --prompt-file and --prompts, got several")
         model = deltazoo.load(checkpoint, device, backend, trust)
         with progress() as show:
-            result = generate_file(model, prompts, out, sampling, slots or 16, bool(compile), show)
+            result = generate_file(model, prompts, out, sampling, slots or 16, bool(compile), show, speculate)
         if as_json:
             print_json(result)
         else:
@@ -105,11 +113,11 @@ def command(
     if compile:
         print_note("compiling the decode step, which takes seconds to minutes (--no-compile starts at once)")
     if as_json:
-        print_json(deltazoo.generate(model, prompt, sampling, compile=compile))
+        print_json(deltazoo.generate(model, prompt, sampling, compile=compile, speculate=speculate))
         return
     encode("prompt", prompt)  # report an invalid prompt before it is printed
     print_piece(prompt)
-    completion = deltazoo.generate(model, prompt, sampling, print_piece, compile)
+    completion = deltazoo.generate(model, prompt, sampling, print_piece, compile, speculate)
     print_line()
     print_note(completion.reason_line())
 

@@ -16,7 +16,7 @@ _OTHERS = {
     "deltazoo.mixers.core.delta_mixer": ["DeltaMixer"],
     "deltazoo.mixers.core.initialization": ["init_weights"],
     "deltazoo.mixers.core.losses": ["AuxiliaryLoss"],
-    "deltazoo.mixers.core.mixer": ["Context", "Cost", "Mixer", "MixerConfig", "MixerOutput", "Place"],
+    "deltazoo.mixers.core.mixer": ["Context", "Cost", "Mixer", "MixerConfig", "MixerOutput", "PageTable", "Place"],
     "deltazoo.mixers.core.named_tensors": ["NamedTensors"],
     "deltazoo.mixers.core.sequences": [
         "check_state",

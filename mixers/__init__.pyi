@@ -15,6 +15,7 @@ from deltazoo.mixers.core.mixer import Cost as Cost
 from deltazoo.mixers.core.mixer import Mixer as Mixer
 from deltazoo.mixers.core.mixer import MixerConfig as MixerConfig
 from deltazoo.mixers.core.mixer import MixerOutput as MixerOutput
+from deltazoo.mixers.core.mixer import PageTable as PageTable
 from deltazoo.mixers.core.mixer import Place as Place
 from deltazoo.mixers.core.named_tensors import NamedTensors as NamedTensors
 from deltazoo.mixers.core.sequences import check_state as check_state

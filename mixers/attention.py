@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deltazoo.backends.io.errors import StateError
 from deltazoo.backends.ops import token_attention
 from deltazoo.backends.ops.gemv import Norm, add_product
+from deltazoo.backends.ops.paged_attention import page_refusals
 from deltazoo.backends.ops.token_attention import TokenOperands, Turn, attend_token_
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import Backend, state_dtype
@@ -21,7 +22,7 @@ from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.decode_maps import apply_maps, reads_weight
-from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Cost, Mixer, MixerOutput, Place
+from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Cost, Mixer, MixerOutput, PageTable, Place
 from deltazoo.mixers.core.sequences import check_state, left_align, positions, token_counts, undo_left_align
 from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
@@ -32,6 +33,7 @@ from deltazoo.mixers.parts.attention.caches import (
     empty_cache,
     required_capacity,
 )
+from deltazoo.mixers.parts.attention.pages import PagedCache, attend_paged, empty_pages
 from deltazoo.mixers.parts.attention.softmax_attention import (
     attend,
     attend_cache,
@@ -148,7 +150,7 @@ class SlidingWindow(AttentionConfig):
 class AttentionMixer(Mixer):
     """Module of `Attention` and `SlidingWindow`.
 
-    Rotary angles are computed in float64 modulo 2 pi. State: `KVCache`.
+    Rotary angles are computed in float64 modulo 2 pi. State: `KVCache`, or of full attention `PagedCache`.
     """
 
     commit_form: ClassVar[CommitForm] = "cache"
@@ -193,7 +195,17 @@ class AttentionMixer(Mixer):
         )
         return empty_cache(batch, slots, self.key_value_heads, self.head_width, activation_like(self.out, self))
 
-    def forward(self, x: Tensor, state: KVCache | None = None, context: Context | None = None) -> MixerOutput:
+    def init_paged_state(self, capacity: int, pages: PageTable) -> KVCache | PagedCache:
+        """Return an empty cache in pages; with a window, or where nothing attends to pages, that of `init_state`."""
+        like = activation_like(self.out, self)
+        q = like.new_empty(1, 1, 1, self.head_width)
+        if self.window is not None or page_refusals(q, pages.slots):
+            return self.init_state(len(pages.table), capacity)
+        return empty_pages(pages, self.key_value_heads, self.head_width, like)
+
+    def forward(
+        self, x: Tensor, state: KVCache | PagedCache | None = None, context: Context | None = None
+    ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
             self._check_cache(state, x_BTD, context)
@@ -210,7 +222,7 @@ class AttentionMixer(Mixer):
             o_BTC = _apply_gate(o_BTC, self.to_gate(x_BTD))
         return MixerOutput(undo_left_align(self.out(o_BTC), order), state)
 
-    def residual_step(self, x: Tensor, norm: Norm, state: KVCache, context: Context) -> MixerOutput | None:
+    def residual_step(self, x: Tensor, norm: Norm, state: KVCache | PagedCache, context: Context) -> MixerOutput | None:
         has_norms = type(self.q_norm) in (nn.Identity, RMSNorm) and is_plain(self.q_norm) and is_plain(self.k_norm)
         if context.mask is not None or context.cu_seqlens is not None or context.parallel is not None or not has_norms:
             return None
@@ -231,12 +243,15 @@ class AttentionMixer(Mixer):
                 o_B1C = _apply_gate(o_B1C, mapped["gate"])
         return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state)
 
-    def commit_(self, draft: KVCache, state: KVCache, accepted: Tensor) -> None:
+    def commit_(self, draft: KVCache, state: KVCache | PagedCache, accepted: Tensor) -> None:
         with torch.no_grad():
+            if isinstance(state, PagedCache):  # the pages hold the drafted tokens already
+                state.position.add_(accepted)
+                return
             append_to_cache(state, draft.k, draft.v, accepted)
 
     def _attend_token(
-        self, qkv_B1C: Tensor, gate_B1C: Tensor | None, cache: KVCache, context: Context
+        self, qkv_B1C: Tensor, gate_B1C: Tensor | None, cache: KVCache | PagedCache, context: Context
     ) -> Tensor | None:
         """Attend by one operator, which changes the cache in place; None if the kernels do not compute it."""
         norms: list[Norm | None] = [None, None]
@@ -244,14 +259,15 @@ class AttentionMixer(Mixer):
             norms = [norm_before_product(norm) for norm in (self.q_norm, self.k_norm)]
         if self.qk_norm is not None and None in norms:
             return None
-        if context.positions is not None or token_attention.refusals(self.head_width, cache.k.dtype, qkv_B1C):
+        buffers, table = (cache.pages, cache.table) if isinstance(cache, PagedCache) else (cache, None)
+        if context.positions is not None or token_attention.refusals(self.head_width, buffers.k.dtype, qkv_B1C):
             return None
         turn = None
         if self.theta is not None and self.rotary_pairs:
             scaling = () if self.rope_scaling is None else self.rope_scaling.frequencies(self.theta, self.rotary_pairs)
             turn = Turn(self.rotary_pairs, self.theta, tuple(scaling))
         operands = TokenOperands(qkv_B1C[:, 0], norms[0], norms[1], None if gate_B1C is None else gate_B1C[:, 0])
-        return attend_token_(operands, cache.k, cache.v, cache.position, turn, self.scale)[:, None]
+        return attend_token_(operands, buffers.k, buffers.v, cache.position, turn, self.scale, table)[:, None]
 
     def _operands(self, qkv_BTC: Tensor, offset_N: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv_BTC.split(self.sizes, dim=-1)
@@ -267,9 +283,14 @@ class AttentionMixer(Mixer):
         return q, k, v
 
     def _attend_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, context: Context
-    ) -> tuple[Tensor, KVCache]:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | PagedCache, context: Context
+    ) -> tuple[Tensor, KVCache | PagedCache]:
         count_N = token_counts(q, context)
+        if isinstance(cache, PagedCache):
+            o = attend_paged(q, k, v, self.scale, cache, context)
+            if context.verify:
+                return o, KVCache(k, v, count_N)
+            return o, cache._replace(position=cache.position.add_(count_N))
         if context.parallel is not None:
             plan = context.parallel
             k, v = gather_keys_and_values(k, v, plan)
@@ -290,16 +311,20 @@ class AttentionMixer(Mixer):
             return attend_last(q, cache, self.scale), cache
         return attend_cache(q, cache, self.scale, position_BT), cache
 
-    def _check_cache(self, cache: KVCache, x_BTD: Tensor, context: Context) -> None:
-        if not isinstance(cache, KVCache):
-            raise StateError(f"the state of attention must be a KVCache, got {type(cache).__name__}")
-        check_state({name: tensor.shape[0] for name, tensor in cache._asdict().items()}, x_BTD, context)
+    def _check_cache(self, cache: KVCache | PagedCache, x_BTD: Tensor, context: Context) -> None:
+        if not isinstance(cache, KVCache | PagedCache):
+            raise StateError(f"the state of attention must be a KVCache or a PagedCache, got {type(cache).__name__}")
+        tensors = {name: tensor for name, tensor in cache._asdict().items() if isinstance(tensor, Tensor)}
+        check_state({name: tensor.shape[0] for name, tensor in tensors.items()}, x_BTD, context)
         expected = (self.key_value_heads, self.head_width)
-        if cache.k.shape[2:] != expected or cache.v.shape != cache.k.shape:
+        buffers = cache.pages if isinstance(cache, PagedCache) else cache
+        if buffers.k.shape[2:] != expected or buffers.v.shape != buffers.k.shape:
             raise StateError(
-                f"the cache must have key-value heads and head width {expected}, got {list(cache.k.shape)}"
+                f"the cache must have key-value heads and head width {expected}, got {list(buffers.k.shape)}"
             )
-        slots = cache.k.shape[1]
+        if isinstance(cache, PagedCache) and context.verify:
+            return  # drafted tokens beyond the pages are not stored
+        slots = cache.capacity if isinstance(cache, PagedCache) else cache.k.shape[1]
         if self.window is not None and slots > self.window:
             raise StateError(f"the cache must have at most window = {self.window} slots, got {slots}")
         if slots != self.window and x_BTD.device.type == "cpu":  # elsewhere values are not inspected

@@ -4,36 +4,49 @@ B batch, T time, D width, M memories, k active memories, A = B T k assignments, 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, model_validator
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from deltazoo.backends.ops.grouped import group_of_row
-from deltazoo.backends.torch_ext.gather import copy_rows, gather_rows
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
-from deltazoo.mixers.core.grouped import Rows
+from deltazoo.mixers.core.initialization import build_in_any_order
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.named_tensors import NamedTensors
-from deltazoo.mixers.core.part import Routed, active_parameters
-from deltazoo.mixers.core.sequences import check_names, check_state, left_align, undo_left_align
+from deltazoo.mixers.core.part import HeadShape, Routed, active_parameters
+from deltazoo.mixers.core.sequences import (
+    check_dtypes,
+    check_names,
+    check_shapes,
+    check_state,
+    left_align,
+    undo_left_align,
+)
 from deltazoo.mixers.core.side import Side, join_sides, side_outputs
 from deltazoo.mixers.core.state import batch, rollback_
+from deltazoo.mixers.families.update import UpdateConfig
+from deltazoo.mixers.parts.memory.joint_memories import JointMemories, JointSizes, joint_refusal
 from deltazoo.mixers.parts.memory.routing import load_balance_loss, real_tokens, z_loss
+from deltazoo.mixers.parts.memory.token_pack import TokenPack, with_memory_of_all
 
 
 def _parse_memory(data: Any, info: ValidationInfo) -> MixerConfig:
     return parse(data, trust=bool((info.context or {}).get("trust")))
 
 
+SHARING = (
+    "query: the memories have q, the convolution, norm, gate and output map in common; all: also the maps to k, v and "
+    "gates (the source's single_kv_proj); none: nothing; None: query if the memory allows it, else none"
+)
+SPLIT_REFUSAL = "routes the tokens of a document to sequences whose lengths on each rank depend on the router"
 Inner = Annotated[MixerConfig, BeforeValidator(_parse_memory), PlainSerializer(dump)]
 
 
@@ -42,13 +55,13 @@ def _gated_deltanet() -> MixerConfig:
 
 
 class MoM(MixerConfig):
-    """y_t = shared(x)_t + sum over the active memories m of token t of p_tm memory_m(x_m)_t.
+    """y_t = W_o gate(norm(shared(x)_t + sum over the active memories m of token t of p_tm memory_m(x_m)_t)).
 
     x_m are the tokens sent to memory m. p are the `active` largest entries of softmax(W x_t), divided by their sum if
     there are several; ties go to the memory with the lower index. A memory processes only its own tokens, as one
-    sequence, with its own state, convolutions and positions. The paper's memories differ in k, v and gates and share q
-    and everything after the mixture (norm, gate, output map). Here each memory is a complete mixer, so that any mixer
-    can be one.
+    sequence, with its own state and positions. The memories differ in k, v and gates. They have q, the convolution,
+    and the norm, gate and output map after the mixture in common (`sharing`). With sharing="none" each memory is a
+    complete mixer, so that any mixer can be one, and y_t = shared(x)_t + sum p_tm memory_m(x_m)_t.
 
     Auxiliary losses: "mom_balance" and "mom_z", see `deltazoo.mixers.parts.memory.routing`.
     """
@@ -63,6 +76,7 @@ class MoM(MixerConfig):
     memories: int = Field(default=4, ge=1, description="number of memories, without the shared one")
     active: int = Field(default=2, ge=1, description="memories per token")
     shared: bool = Field(default=True, description="add a memory that processes every token")
+    sharing: Literal["none", "query", "all"] | None = Field(default=None, description=SHARING)
     balance: float = Field(default=0.01, ge=0, description="coefficient of the load-balance loss")
     z: float = Field(default=0.0, ge=0, description="coefficient of the z-loss, the mean square of logsumexp(W x)")
 
@@ -72,21 +86,47 @@ class MoM(MixerConfig):
             raise ValueError(f"active must be at most memories = {self.memories}, got {self.active}")
         return self
 
-    def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> "MoMMixer":
+    def build(
+        self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None
+    ) -> "MoMMixer | JointMoMMixer":
         check_integer("width", width)
+        if self.is_joint:
+            return build_in_any_order(lambda: JointMoMMixer(self, width, place, backend))
         return MoMMixer(self, width, place, backend)
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the memories have parts in common. Raises: ConfigError: they cannot, and `sharing` demands it."""
+        if self.sharing == "none":
+            return False
+        refusal: str | None = "needs a memory with a matrix state"
+        if isinstance(self.memory, UpdateConfig):
+            with torch.device("meta"):  # the kinds of the parts do not depend on the sizes
+                shape = HeadShape(8, 1, 1, 8, 8, self.memory.spec().householders)
+                refusal = joint_refusal(self.memory.parts(shape, FIRST_PLACE))
+        if refusal is not None and self.sharing is not None:
+            raise ConfigError(f"sharing={self.sharing!r} {refusal}, got {self.memory.name}")
+        return refusal is None
 
     def spec(self) -> UpdateSpec | None:
         return self.memory.spec()
 
     def equation(self) -> str:
         chosen = f"sum_(m in top {self.active} of {self.memories}) p_tm memory_m(x)_t"
-        return f"y_t = {'shared(x)_t + ' if self.shared else ''}{chosen}; each: {self.memory.equation()}"
+        mixture = f"{'shared(x)_t + ' if self.shared else ''}{chosen}"
+        mixture = f"W_o gate(norm({mixture}))" if self.is_joint else mixture
+        return f"y_t = {mixture}; each: {self.memory.equation()}"
 
     def cost(self, width: int) -> Cost:
         """Return the cost of all memories on T tokens and of the router; grouped memories run on k T tokens only."""
         one, count = self.memory.cost(width), self.memories + self.shared
-        return Cost(count * one.flops + 2 * width * self.memories, *(count * size for size in one[1:]))
+        flops = count * one.flops + 2 * width * self.memories
+        if self.is_joint:
+            with torch.device("meta"):
+                mixer = self.build(width, backend="reference")
+            assert isinstance(mixer, JointMoMMixer)
+            flops -= 2 * (count - 1) * mixer.joint.common_weights
+        return Cost(flops, *(count * size for size in one[1:]))
 
 
 class Routes(NamedTuple):
@@ -141,8 +181,54 @@ class Router(nn.Module):
         return f"memories={self.weight.shape[0]}, active={self.active}, balance={self.balance:g}, z={self.z:g}"
 
 
+class JointMoMMixer(Mixer, Routed):
+    """Module of `MoM` whose memories have parts in common: causal and isolated across sequences.
+
+    Shapes are static and no token is dropped. The k T tokens of the memories are one pack, in which each memory has a
+    sequence for each sequence of x; the shared memory processes x itself. State: see `JointMemories`.
+    """
+
+    def __init__(self, config: MoM, width: int, place: Place, backend: str | Backend | None) -> None:
+        super().__init__()
+        assert isinstance(config.memory, UpdateConfig)
+        memory, shape = config.memory, config.memory.shape(width).validated()
+        sizes = JointSizes(config.memories, config.shared, config.sharing == "all")
+        self.width = width
+        self.router = Router(config, width)
+        self.joint = JointMemories(shape, memory.spec(), memory.parts(shape, place), sizes, memory.name, backend)
+
+    def split_refusal(self) -> str:
+        return SPLIT_REFUSAL
+
+    @property
+    def unused_parameters(self) -> int:
+        return (self.joint.sizes.memories - self.router.active) * self.joint.own_parameters
+
+    def init_state(self, batch: int, capacity: int | None = None) -> NamedTensors:
+        """Return the states of all memories. Their sizes do not depend on `capacity`."""
+        return self.joint.init_state(batch)
+
+    def forward(self, x: Tensor, state: State | None = None, context: Context | None = None) -> MixerOutput:
+        x_BTD, context, order = left_align(x, self.width, context, self.router.weight)
+        if state is not None:
+            expected = self.joint.init_state(0)
+            check_names(state, expected)
+            check_shapes(state, {name: tensor.shape[1:] for name, tensor in expected.items()})
+            check_dtypes(state, {self.joint.update_key: state_dtype(x_BTD.dtype)}, x_BTD)
+            check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
+        routes = Routes(*self.router(x_BTD, context))
+        weight_BTK = routes.weight.gather(-1, routes.order)
+        pack = TokenPack.of(routes.order, weight_BTK, self.joint.sizes.memories, context)
+        is_step = x_BTD.shape[1] == 1 and context.cu_seqlens is None and not torch.is_grad_enabled()
+        if state is not None and is_step and x_BTD.shape[0]:
+            y_BTD = self.joint.step_(x_BTD, pack, state)
+        else:
+            y_BTD, state = self.joint(x_BTD, pack, state, context._replace(values=None))
+        return MixerOutput(undo_left_align(y_BTD, order), state, routes.side)
+
+
 class MoMMixer(Mixer, Routed):
-    """Module of `MoM`: causal and isolated across sequences, in training as in decoding.
+    """Module of `MoM` whose memories are complete mixers: causal and isolated across sequences.
 
     Shapes are static and no token is dropped. If the memories can be grouped (`can_group`: Gated DeltaNet and others
     whose parts all have `forward_grouped`) and their backend takes packed sequences, the k T tokens of all memories and
@@ -162,7 +248,7 @@ class MoMMixer(Mixer, Routed):
         self.names = tuple(f"memory {m}" for m in range(config.memories))
 
     def split_refusal(self) -> str:
-        return "routes the tokens of a document to sequences whose lengths on each rank depend on the router"
+        return SPLIT_REFUSAL
 
     @property
     def unused_parameters(self) -> int:
@@ -217,45 +303,20 @@ def _run_grouped(
 ) -> tuple[Tensor, list[State]]:
     """Return the weighted sum of the memories' outputs and their new states, from one pack of all chosen tokens.
 
-    The pack has M N sequences, ordered by memory, and a last one for padded tokens, which is discarded. Every token
-    goes to memories that the router has no weight for, with weight 1.
+    Every token goes to memories that the router has no weight for, with weight 1.
     """
     order_BTK, weight_BTK = routes.order, routes.weight.gather(-1, routes.order)
     for m in range(routes.weight.shape[-1], len(memories)):
-        order_BTK, weight_BTK = F.pad(order_BTK, (0, 1), value=m), F.pad(weight_BTK, (0, 1), value=1.0)
-    B, T, k = order_BTK.shape
-    M, A = len(memories), B * T * k
-    if context.cu_seqlens is None:
-        N, real_BT = B, context.mask
-        sequence_BT = torch.arange(B, device=x_BTD.device)[:, None].expand(B, T)
-    else:
-        N = context.cu_seqlens.shape[0] - 1
-        sequence_BT = sequence_index(context.cu_seqlens, T)[None]
-        real_BT = sequence_BT < N
-    index_BTK = order_BTK * N + sequence_BT[..., None]
-    if real_BT is not None:
-        index_BTK = torch.where(real_BT[..., None], index_BTK, M * N)
-    count = M * N + (real_BT is not None)
-    index_A, order_A = index_BTK.flatten().sort(stable=True)
-    bounds = torch.searchsorted(index_A, torch.arange(count + 1, device=index_A.device)).to(torch.int32)
-    ends_M = torch.cat([bounds[torch.arange(1, M, device=bounds.device) * N], bounds.new_full((1,), A)])
-    rows = Rows(group_of_row(ends_M, A), ends_M)
+        order_BTK, weight_BTK = with_memory_of_all(order_BTK, weight_BTK, m)
+    pack = TokenPack.of(order_BTK, weight_BTK, len(memories), context)
     state = None
     if states[0] is not None:
-        extra = count - M * N
-        state = {
-            name: torch.cat([*(s[name] for s in states), x.new_zeros(extra, *x.shape[1:])])
-            for name, x in states[0].items()
-        }
-    inverse_A = order_A.argsort()
-    x_1AD = copy_rows(x_BTD.flatten(0, 1), order_A, inverse_A, k)[None]
-    y_1AD, new_state = memories[0].forward_grouped(memories, rows, x_1AD, state, Context(cu_seqlens=bounds))
-    y_BTKD = gather_rows(y_1AD[0], inverse_A, order_A).view(B, T, k, y_1AD.shape[2])
-    if real_BT is not None:
-        y_BTKD = torch.where(real_BT[..., None, None], y_BTKD, 0.0)
-    y_BTD = (weight_BTK[..., None] * y_BTKD).sum(2).to(y_1AD.dtype)
+        state = {name: pack.with_extra(torch.cat([s[name] for s in states])) for name in states[0]}
+    y_1AD, new_state = memories[0].forward_grouped(memories, pack.rows, pack.tokens(x_BTD), state, pack.context)
+    y_BTD = pack.mix(y_1AD)
     if new_state is None:
         return y_BTD, states
+    M, N = pack.sizes
     new = [NamedTensors({name: x[m * N : (m + 1) * N] for name, x in new_state.items()}) for m in range(M)]
     if torch.is_grad_enabled():
         return y_BTD, new

@@ -14,7 +14,7 @@ from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.gates.per_value_head import HeadKind, RepeatForValueHeads
-from deltazoo.mixers.parts.memory.preconditioner import Preconditioner
+from deltazoo.mixers.parts.memory.preconditioner import EraseAsPair, Preconditioner
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
@@ -79,16 +79,20 @@ class PreconditionedKDA(PreconditionedConfig):
     beta_per: HeadKind = Field(default="key", description="heads that have a beta: key or value")
 
     def spec(self) -> UpdateSpec:
+        if self.negative_eigenvalues == "off":  # by `EraseAsPair`
+            return UpdateSpec(decay="channel", transition="dplr", scale=self.scale)
         return self.preconditioned_spec("channel")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection, rank = self.qkv_projection(shape), shape.value_width
         shared = self.beta_per == "key" and shape.heads < shape.value_heads
         beta_shape = shape._replace(value_heads=shape.heads) if shared else shape
-        operands: dict[str, OperandPart] = {"beta": Beta(beta_shape, self.spec())}
+        operands: dict[str, OperandPart] = {"beta": Beta(beta_shape, self.preconditioned_spec("channel"))}
         operands["decay"] = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
         operands["preconditioner"] = Preconditioner(shape, self.bound, (1, 16), self.preconditioner_per)
         if shared:
             operands["repeat"] = RepeatForValueHeads(shape)
+        if self.negative_eigenvalues == "off":
+            operands["pair"] = EraseAsPair()
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape, "sigmoid", rank, bias=True)}
         return Parts(projection, operands, outputs)

@@ -95,7 +95,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "combine: the maps of segments are not transposed in the backward", f"{PORTABLE}/combine.py",
-        "keys, in_keys, K, REVERSE, PREC, NK)", "keys, in_keys, K, False, PREC, NK)",
+        "in_keys[row], in_keys[t], K, REVERSE)", "in_keys[row], in_keys[t], K, False)",
         "test-kernels", f"{PORTABLE_TEST}[gated delta-segments-many chunks]",
     ),
     Mutation(

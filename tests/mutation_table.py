@@ -107,6 +107,11 @@ MIXERS = [
         "test", "blocks/test_speculation.py::test_drafts_stand_up_to_the_first_that_was_not_chosen",
     ),
     Mutation(
+        "drafts: in an engine an accepted draft uses no random number", "blocks/generation/engine/row_sampling.py",
+        "1 + first_B[:, None] +", "1 + 0 * first_B[:, None] +",
+        "test", "blocks/test_engine_drafts.py::test_samples_are_those_of_generate_tokens_with_the_same_seed[True]",
+    ),
+    Mutation(
         "output gate: a sigmoid instead of SiLU", "backends/ops/rms_norm.py",
         "gate = F.silu(gate)", "gate = gate.sigmoid()",
         "test", f"mixers/test_equations_delta.py{EQUATION}[reference-gated_deltanet, doubled erase]",

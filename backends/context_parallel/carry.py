@@ -10,13 +10,13 @@ G pieces of all ranks, P of this rank, N segments, D documents, C channels
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.exchange import gather_pieces
-from deltazoo.backends.context_parallel.plan import ContextPlan, Links
+from deltazoo.backends.context_parallel.plan import ContextPlan
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,7 +25,7 @@ def incoming(
     contribution: Tensor,
     maps: Tensor,
     apply: Apply,
-    plan: ContextPlan | Links,
+    plan: ContextPlan,
     add: Apply = torch.add,
     zero: float = 0.0,
 ) -> Tensor:
@@ -53,49 +53,6 @@ def incoming(
     return torch.stack([states[g] for g in plan.local])
 
 
-class Matrices(NamedTuple):
-    """The states before the local pieces, transposed [P, HV, V, K], and the maps of all pieces [G, HV, K, K].
-
-    A map is zero if the last segment of its piece begins a document.
-    """
-
-    states: Tensor
-    maps: Tensor
-
-
-def incoming_matrices(total: Tensor, V: int, links: Links) -> Matrices:
-    """Return the transposed state before each local piece: `incoming` for maps that are matrices, without gradients.
-
-        C_(g+1)^T = C_g^T M_g + N_g^T
-
-    Args: total: [P, HV, V + K, K], N^T above M.
-    """
-    gathered = gather_pieces(total, links)
-    maps = torch.where(links.joins.view(-1, 1, 1, 1), gathered[:, :, V:], 0.0)
-    states = [torch.zeros_like(gathered[0, :, :V]), gathered[0, :, :V]]
-    for g in range(1, max(links.local)):
-        states.append(torch.baddbmm(gathered[g, :, :V], states[-1], maps[g]))
-    return Matrices(torch.stack([states[g] for g in links.local]), maps)
-
-
-def incoming_gradients(contribution: Tensor, maps: Tensor, links: Links) -> Tensor:
-    """Return the transposed gradient of the state after each local piece, from the pieces after it [P, HV, V, K].
-
-        E_g^T = E_(g+1)^T M_g^T + D_g^T
-
-    Args: contribution: D^T [P, HV, V, K], the gradient of the state before a piece from the piece's own outputs; maps:
-        those of `incoming_matrices`.
-    """
-    own = torch.where(links.receives.view(-1, 1, 1, 1), contribution, 0.0)
-    gathered = gather_pieces(own, links)
-    last = len(links.order) - 1
-    gradients = {last: torch.zeros_like(gathered[0]), last - 1: gathered[last]}
-    for g in range(last - 1, min(links.local), -1):
-        gradients[g - 1] = torch.baddbmm(gathered[g], gradients[g], maps[g].mT)
-    after = torch.stack([gradients[g] for g in links.local])
-    return torch.where(links.continues.view(-1, 1, 1, 1), after, 0.0)
-
-
 def scale_state(decay: Tensor, state: Tensor) -> Tensor:
     """Apply a map that is a factor per element."""
     return decay * state
@@ -112,7 +69,7 @@ def first_states(state: Tensor | None, like: Tensor, plan: ContextPlan, zero: fl
     return torch.where(plan.begins.view(-1, *[1] * (own.dim() - 1)), own, zero)
 
 
-def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan | Links) -> Tensor:
+def with_incoming(first: Tensor, carried: Tensor, plan: ContextPlan) -> Tensor:
     """Put the states before the local pieces [P, ...] into the states of their first segments, [N, ...]."""
     S = plan.segments
     by_piece = torch.unflatten(first, 0, (-1, S))
@@ -142,15 +99,36 @@ def _tail_sum(piece: Tensor, p: int, plan: ContextPlan) -> Tensor:
     return torch.where(inside, piece, torch.zeros_like(piece)).sum(0)
 
 
-def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: ContextPlan) -> Tensor:
-    """Return the tokens before each local segment in its document, [N, past, C]: a halo exchange.
+class _Tails(torch.autograd.Function):
+    """The last rows of each piece, whose gradient is added to a copy of that of x."""
+
+    @staticmethod
+    def forward(x_1TC: Tensor, sizes: list[int], past: int) -> tuple[Tensor, Tensor]:
+        return x_1TC.view_as(x_1TC), torch.stack([_last(piece, past) for piece in x_1TC[0].split(sizes)])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, ctx.sizes, ctx.past = inputs
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor, d_tails: Tensor) -> tuple[Tensor, None, None]:
+        d_x, end = d_x.clone(), 0
+        for size, d_tail in zip(ctx.sizes, d_tails, strict=True):
+            end, rows = end + size, min(ctx.past, size)
+            d_x[0, end - rows : end] += d_tail[ctx.past - rows :]
+        return d_x, None, None
+
+
+def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: ContextPlan) -> tuple[Tensor, Tensor]:
+    """Return x, and the tokens before each local segment in its document, [N, past, C]: a halo exchange.
 
     Each piece sends its last tokens. A document that began less than `past` tokens before the segment continues with
     its state.
 
     Args: state: [D, past, C], the tokens before each document; None: zeros.
+    Returns: x, whose gradient includes that of the halos if x is read from here on; the halos.
     """
-    tails = torch.stack([_last(piece, past) for piece in x_1TC[0].split(plan.local_sizes)])
+    x_1TC, tails = _Tails.apply(x_1TC, plan.local_sizes, past)
     line = gather_pieces(tails, plan).flatten(0, 1)
     back = torch.arange(past, 0, -1, device=x_1TC.device)  # steps back from the first token
     from_end = back[:, None] - plan.distance[:, None]  # [P, past, G], 1 for the last token of piece g
@@ -165,7 +143,7 @@ def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: Contex
         step = (torch.arange(past, device=line.device) + known).clamp(max=past - 1)
         older = heads.gather(1, step[..., None].expand_as(heads))
         halo = torch.where(inside.any(-1)[..., None], halo, older)
-    return with_incoming(first, halo, plan)
+    return x_1TC, with_incoming(first, halo, plan)
 
 
 def _last(piece: Tensor, past: int) -> Tensor:

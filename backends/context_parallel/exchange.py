@@ -47,7 +47,19 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(grad, ctx.group), None
 
 
-def gather_pieces(x: Tensor, plan: ContextPlan | Links) -> Tensor:
+def begin_gather(x: Tensor, links: Links) -> Tensor:
+    """Begin to gather equal tensors of all ranks along dimension 0, without a gradient; `end_gather` waits for them."""
+    pending: Tensor = _ops.all_gather_into_tensor(x.contiguous(), links.ranks, links.group)
+    return pending
+
+
+def end_gather(pending: Tensor) -> Tensor:
+    """Let the stream wait for a gathered tensor, and return it."""
+    gathered: Tensor = _ops.wait_tensor(pending)
+    return gathered
+
+
+def gather_pieces(x: Tensor, plan: ContextPlan) -> Tensor:
     """Return x [P, ...] of all ranks in the order of the line, [G, ...]."""
     gathered: Tensor = _Gather.apply(x, plan.group, plan.ranks)
     if plan.order == tuple(range(len(plan.order))):

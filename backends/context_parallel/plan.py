@@ -28,7 +28,8 @@ class ContextPlan(NamedTuple):
         begins, ends: [N] bool, whether a segment holds the first and the last token of its document.
         tails: [P] int64, the last segment of each local piece; its first one is p S.
         receives: [P] bool, whether the first segment of a local piece continues a document.
-        continues: [P] bool, whether the last segment of a local piece is continued by the next piece.
+        before, after: [N, 1 + G] int32, for each segment a number and so many pieces, by their index among the gathered
+            ones: those before it in its document, the first of them first, and those after it, the last of them first.
         joins: [G] bool, whether the last segment of a piece continues a document; it is then the only one.
         lengths: [G] int64, tokens in the last segment of each piece.
         distance: [P, G] int64, tokens between the end of a piece g and the start of local piece p, if the last segment
@@ -53,7 +54,8 @@ class ContextPlan(NamedTuple):
     ends: Tensor
     tails: Tensor
     receives: Tensor
-    continues: Tensor
+    before: Tensor
+    after: Tensor
     joins: Tensor
     lengths: Tensor
     distance: Tensor
@@ -70,11 +72,16 @@ class ContextPlan(NamedTuple):
         return (self.cu_seqlens.shape[0] - 1) // len(self.local)
 
     @property
+    def operator_bounds(self) -> Tensor | None:
+        """The bounds of the local segments for an operator; None, which is faster: all tokens are one segment."""
+        return None if self.cu_seqlens.shape[0] == 2 and self.positions.shape[1] > 0 else self.cu_seqlens
+
+    @property
     def links(self) -> "Links":
         """What combines the summaries of pieces."""
         return Links(
-            self.group, self.ranks, self.order, self.local, self.segments,
-            self.tails, self.receives, self.continues, self.joins, self.is_head, self.is_outer,
+            self.group, self.ranks, self.segments,
+            self.tails, self.before, self.after, self.is_head, self.is_outer,
         )  # fmt: skip
 
     @property
@@ -93,13 +100,10 @@ class Links(NamedTuple):
 
     group: str
     ranks: int
-    order: tuple[int, ...]
-    local: tuple[int, ...]
     segments: int
     tails: Tensor
-    receives: Tensor
-    continues: Tensor
-    joins: Tensor
+    before: Tensor
+    after: Tensor
     is_head: Tensor
     is_outer: Tensor
 
@@ -152,6 +156,18 @@ def make_plan(
             passed, reached = passed + lengths[g], reached and joins[g]
         distance.append(row)
 
+    order = [by_rank.index(g) for g in range(len(pieces))]
+
+    def chain(g: int, step: int) -> list[int]:
+        """Number the pieces that hold the document before (step -1) or after (1) piece g, the farthest first."""
+        found: list[int] = []
+        while 0 <= g + step < len(pieces) and not pieces[max(g, g + step)][0].begins:
+            g += step
+            found.insert(0, order[g])
+            if not joins[g]:
+                break
+        return [len(found), *found, *[0] * (len(pieces) - len(found))]
+
     def copied(host: Tensor) -> Tensor:
         is_cuda = torch.device(device).type == "cuda"
         return host.pin_memory().to(device, non_blocking=True) if is_cuda else host.to(device)
@@ -160,12 +176,13 @@ def make_plan(
         return copied(torch.tensor(values, dtype=dtype))
 
     return ContextPlan(
-        group, ranks, tuple(by_rank.index(g) for g in range(len(pieces))), local,
+        group, ranks, tuple(order), local,
         tuple(b - a for a, b in itertools.pairwise(cut.bounds)), len(documents) - 1,
         cu_seqlens=tensor(bounds, torch.int32), document=tensor(document), begins=tensor(begins, torch.bool),
         ends=tensor(ends, torch.bool), tails=tensor([i * segments + len(pieces[g]) - 1 for i, g in enumerate(local)]),
         receives=tensor([not pieces[g][0].begins for g in local], torch.bool),
-        continues=tensor([g + 1 < len(pieces) and not pieces[g + 1][0].begins for g in local], torch.bool),
+        before=tensor([row for g in local for row in _rows(chain(g, -1), 0, segments)], torch.int32),
+        after=tensor([row for g in local for row in _rows(chain(g, 1), len(pieces[g]) - 1, segments)], torch.int32),
         joins=tensor(joins, torch.bool),
         lengths=tensor(lengths), distance=tensor(distance), positions=copied(torch.cat(positions)[None]),
         document_lengths=tensor([b - a for a, b in itertools.pairwise(documents)]),
@@ -175,6 +192,11 @@ def make_plan(
             [i % segments in (0, len(pieces[g]) - 1) for g in local for i in range(segments)], torch.int32
         ),
     )  # fmt: skip
+
+
+def _rows(row: list[int], at: int, segments: int) -> list[list[int]]:
+    """Return a row for each segment of a piece: the given one, and zeros."""
+    return [row if i == at else [0] * len(row) for i in range(segments)]
 
 
 def most_segments(documents: Sequence[int], cut: Cut) -> int:

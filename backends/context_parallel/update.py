@@ -43,7 +43,7 @@ def carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
 
 def _carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> UpdateOutput:
     state = inputs.state
-    inputs = inputs._replace(cu_seqlens=plan.cu_seqlens)
+    inputs = inputs._replace(cu_seqlens=plan.operator_bounds)
     if bound.spec.decay == "rate":
         second = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
         return second._replace(o=connected(second.o, second.state))
@@ -61,14 +61,15 @@ def carried_states(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
     """Return the state before each local segment of an additive update [N, HV, K, V]. Args: as for `carried_update`."""
     assert bound.spec.transition == "additive"
     first = first_states(inputs.state, _no_states(inputs, plan), plan)
-    out = bound(inputs._replace(state=first, cu_seqlens=plan.cu_seqlens))
+    out = bound(inputs._replace(state=first, cu_seqlens=plan.operator_bounds))
     decays = torch.stack([d.end.exp() for d in _decays(bound, inputs, plan)])
     return with_incoming(first, incoming(_tails(out, inputs, plan), decays, scale_state, plan), plan)
 
 
 def _no_states(inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
+    """Return a tensor with the shape of the states before the local pieces."""
     HV, V = inputs.v.shape[-2:]
-    return inputs.q.new_zeros(len(plan.local), HV, inputs.q.shape[-1], V, dtype=state_dtype(inputs.q.dtype))
+    return inputs.q.new_empty(len(plan.local), HV, inputs.q.shape[-1], V, dtype=state_dtype(inputs.q.dtype))
 
 
 class _Decays(NamedTuple):

@@ -4,20 +4,18 @@
     add_product     y = residual + W x          or residual + W norm(x)
     hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
 
-with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is not rounded. Sums are in float32; a row's result does not
-depend on the other rows. Nothing here records gradients.
+with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is rounded with more than two rows only. Sums are in float32; a
+row's result does not depend on the other rows. Nothing here records gradients.
 """
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
-from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, MAX_WIDTH, gemv
-from deltazoo.backends.triton.glu.op import glu
+from deltazoo.backends.triton.gemv.op import MAX_MAPS, MAX_ROWS, MAX_STREAMED_ROWS, MAX_WIDTH, gemv, streams
 from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.triton.norm.op import rms_norm
 
@@ -35,7 +33,7 @@ def refusals(x: Tensor) -> list[str]:
     """Return why the kernels do not compute products of x [..., D], one sentence each; [] if they do."""
     if torch.is_grad_enabled() or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         return ["it needs a call without gradients and autocast."]
-    most = MAX_ROWS if x.dtype == torch.float32 else MAX_DOT_ROWS
+    most = MAX_STREAMED_ROWS if streams(x) else MAX_ROWS
     if not is_known(x.shape[:-1].numel() <= most):
         return [f"with more than {most} rows separate products are faster."]
     if not is_known(x.shape[-1] <= MAX_WIDTH):
@@ -45,13 +43,11 @@ def refusals(x: Tensor) -> list[str]:
 
 def products(x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None) -> list[Tensor]:
     """Compute W x, or W norm(x), for each weight [N, D]. Args: x: [..., D], without `refusals`."""
-    if norm is None and _is_for_torch(x):
-        return [F.linear(x, weight) for weight in weights]
+    x, norm = _prepared(x, norm)
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])
-        y = _call(x, group, norm)
-        results += y.split([weight.shape[0] for weight in group], -1)
+        results += _call(x, group, norm).split([weight.shape[0] for weight in group], -1)
     return results
 
 
@@ -68,38 +64,38 @@ class Shift(NamedTuple):
 
 def shifted_products(x: Tensor, weights: Sequence[Tensor], norm: Norm, shift: Shift) -> list[Tensor]:
     """Compute W_i (n + (previous - n) mix_i) with n = norm(x), for each weight W_i [N, D]."""
+    normed, later = _prepared(x, norm)
+    mixed: Tensor | None = None
+    if later is None:
+        mixed = torch.lerp(normed.flatten(0, -2), shift.previous.flatten(0, -2), shift.mix[:, None].to(x.dtype))
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
-        group = list(weights[first : first + MAX_MAPS])
-        y = _call(x, group, norm, shift=shift._replace(rows=shift.rows[first : first + MAX_MAPS]))
+        group, rows = list(weights[first : first + MAX_MAPS]), [*shift.rows[first : first + MAX_MAPS]]
+        if mixed is None:
+            y = _call(x, group, norm, shift=shift._replace(rows=(*rows,)))
+        else:
+            y = torch.unflatten(gemv(mixed, None, 0.0, group, None, "", False, None, None, rows), 0, x.shape[:-1])
         results += y.split([weight.shape[0] for weight in group], -1)
     return results
 
 
 def add_product(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None) -> Tensor:
     """Compute residual + W x, or residual + W norm(x), rounded once. Args: residual: [..., N]; weight: [N, D]."""
-    if norm is None and _is_for_torch(x):
-        y = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.t())
-        return torch.unflatten(y, 0, x.shape[:-1])
+    x, norm = _prepared(x, norm)
     return _call(x, [weight], norm, residual=residual)
 
 
 def hidden(x: Tensor, weight: Tensor, norm: Norm | None, activation: Activation, gated: bool) -> Tensor:
     """Compute the hidden channels of an MLP from x or norm(x). Args: weight: [F, D], or if gated [2 F, D]."""
-    if gated and _is_for_torch(x):
-        flat = x.flatten(0, -2)
-        normed = flat if norm is None else rms_norm(flat, None, None, norm.weight, norm.eps, "none")[1]
-        return torch.unflatten(glu(F.linear(normed, weight), activation), 0, x.shape[:-1])
+    x, norm = _prepared(x, norm)
     return _call(x, [weight], norm, activation=activation, gated=gated)
 
 
-def _is_for_torch(x: Tensor) -> bool:
-    """Whether torch's products and separate kernels are faster, with more rows than a matrix-vector kernel takes.
-
-    H200, 32 rows, microseconds: 2400 to 2 x 5888 outputs 18, and 29 by our kernel with its norm and activation; 5888 to
-    2400 12 and 18; 3600 to 2400 10 and 14; 2400 to 32,000 43 and 49. Several maps after a norm are faster by ours.
-    """
-    return x.dtype != torch.float32 and not is_known(x.shape[:-1].numel() <= MAX_ROWS)
+def _prepared(x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """Apply a norm that the kernel of more than two rows does not contain. Return x, and the norm that is left."""
+    if norm is None or is_known(x.shape[:-1].numel() <= MAX_ROWS):
+        return x, norm
+    return rms_norm(x.flatten(0, -2), None, None, norm.weight, norm.eps, "none")[1].view(x.shape), None
 
 
 def _call(

@@ -5,7 +5,7 @@ ends: [G] int32, the row after the last one of each group; ends[-1] = A.
 """
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,14 @@ from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 
 
+class Copies(NamedTuple):
+    """Copies of rows, `times` each: order and inverse as in `backends.torch_ext.gather.copy_rows`."""
+
+    order: Tensor
+    inverse: Tensor
+    times: int
+
+
 def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
     """Compute y_a = W_g x_a, [A, F], for rows x [A, D].
 
@@ -22,11 +30,13 @@ def grouped_linear(x_AD: Tensor, weight_GFD: Tensor, ends: Tensor) -> Tensor:
     Other products run group by group: on the CPU on the rows of the group, elsewhere on all rows, of which those of the
     group are selected, which takes G times the operations.
     """
-    device = x_AD.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x_AD.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x_AD, weight_GFD = x_AD.to(dtype), weight_GFD.to(dtype)
-    return _GroupedLinear.apply(x_AD, weight_GFD, ends)
+    return _GroupedLinear.apply(*_autocast(x_AD, weight_GFD), ends)
+
+
+def grouped_linear_of_copies(x_ND: Tensor, copies: Copies, weight_GFD: Tensor, ends: Tensor) -> Tensor:
+    """Compute `grouped_linear` of copies of rows x [N, D]. The copies are not kept for the backward."""
+    x_ND, weight_GFD = _autocast(x_ND, weight_GFD)
+    return _LinearOfCopies.apply(x_ND, copies.order // copies.times, copies.inverse, copies.times, weight_GFD, ends)
 
 
 def expand_rows(matrix_GC: Tensor, group_A: Tensor, ends: Tensor) -> Tensor:
@@ -42,6 +52,14 @@ def group_of_row(ends: Tensor, rows: int) -> Tensor:
 def grouped_sum(x_AC: Tensor, ends: Tensor) -> Tensor:
     """Sum the rows x [A, C] of each group: [G, C]. Not differentiable."""
     return _outer_op(x_AC.new_ones(x_AC.shape[0], 1), x_AC, ends)[:, 0]
+
+
+def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, weight
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype)
 
 
 def _has_kernel(x: Tensor, *sizes: int) -> bool:
@@ -88,6 +106,14 @@ def _outer_products(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([torch.where(rows, grad, 0).T @ torch.where(rows, x, 0) for rows in groups])
 
 
+def _product_of_rows(x: Tensor, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return _product(x.index_select(0, rows), weight, ends)
+
+
+def _outer_products_of_rows(grad: Tensor, x: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return _outer_products(grad, x.index_select(0, rows), ends)
+
+
 def _product_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
@@ -99,6 +125,16 @@ def _outer_products_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 _product_op = operator("grouped_product(Tensor x, Tensor weight, Tensor ends) -> Tensor", _product, _product_shape)
 _outer_op = operator(
     "grouped_outer_products(Tensor grad, Tensor x, Tensor ends) -> Tensor", _outer_products, _outer_products_shape
+)
+_product_of_rows_op = operator(
+    "grouped_product_of_rows(Tensor x, Tensor rows, Tensor weight, Tensor ends) -> Tensor",
+    _product_of_rows,
+    lambda x, rows, weight, ends: x.new_empty(rows.shape[0], weight.shape[2]),
+)
+_outer_of_rows_op = operator(
+    "grouped_outer_products_of_rows(Tensor grad, Tensor x, Tensor rows, Tensor ends) -> Tensor",
+    _outer_products_of_rows,
+    lambda grad, x, rows, ends: _outer_products_shape(grad, x, ends),
 )
 
 
@@ -119,6 +155,28 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, ends = ctx.saved_tensors
         return _product_op(grad, weight, ends), _outer_op(grad, x, ends), None
+
+
+@cache_forward_signature
+class _LinearOfCopies(torch.autograd.Function):
+    """Autograd function of the operators that copy the rows: the backward copies them again."""
+
+    @staticmethod
+    def forward(x: Tensor, rows: Tensor, inverse: Tensor, count: int, weight: Tensor, ends: Tensor) -> Tensor:
+        return _product_of_rows_op(x, rows, weight.mT, ends)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, rows, inverse, ctx.count, weight, ends = inputs
+        ctx.save_for_backward(x, rows, inverse, weight, ends)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, rows, inverse, weight, ends = ctx.saved_tensors
+        grad_copies = _product_op(grad, weight, ends).index_select(0, inverse)
+        grad_x = torch.unflatten(grad_copies, 0, (-1, ctx.count)).sum(1)
+        return grad_x, None, None, None, _outer_of_rows_op(grad, x, rows, ends), None
 
 
 class _Expand(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.ops import momentum_chunks as plain
-from deltazoo.backends.ops.momentum_chunks import SCRATCH, MomentumOperands, MomentumToken
+from deltazoo.backends.ops.momentum_chunks import SCRATCH, MomentumOperands, MomentumSaved, MomentumToken
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import (
     cache_forward_signature,
@@ -24,7 +24,7 @@ from deltazoo.backends.triton.operands import all_ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.update.base import without_autocast
 
-_INPUTS = len(MomentumOperands._fields)
+_INPUTS, _SAVED = len(MomentumOperands._fields), len(MomentumSaved._fields)
 
 
 def momentum_scan(x: MomentumOperands, rows: int) -> tuple[Tensor, Tensor]:
@@ -61,42 +61,40 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _ = arguments
     x = MomentumOperands(*tensors)
-    N, (H, K), V = x.starts.shape[0] - 1, x.q.shape[2:], x.v.shape[-1]
+    N, (G, C, H, K), V = x.starts.shape[0] - 1, x.q.shape, x.v.shape[-1]
     o = x.v.new_empty(x.v.shape)
-    squares = (x.v.new_empty(x.system.shape) for _ in range(2))
-    return o, x.gates.new_empty(N, H, 2, K, V), *squares, torch.empty_like(o)
+    squares = (x.v.new_empty(G, H, C, C) for _ in range(2))
+    return o, x.beta.new_empty(N, H, 2, K, V), *squares, x.beta.new_empty(G, H, 6, C), torch.empty_like(o)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """Compute the gradients. `system` and `scores` are the inverses of I + A, and P, in the dtype of v."""
     *tensors, rows = arguments
-    x, (error, d_o, d_final) = MomentumOperands(*all_ready(tensors[:_INPUTS])), all_ready(tensors[_INPUTS:])
+    x, saved = MomentumOperands(*all_ready(tensors[:_INPUTS])), MomentumSaved(*tensors[_INPUTS : _INPUTS + _SAVED])
+    d_o, d_final = all_ready(tensors[_INPUTS + _SAVED :])
     if _supported(x):
         from deltazoo.backends.triton.momentum.launch import backward
 
         out = _backward_fake(*arguments)
-        backward(x, error, d_o, d_final, out=out, scratch=SCRATCH)
+        backward(x, saved, d_o, d_final, out=out, scratch=SCRATCH)
         return out
     with without_autocast(x.q):
-        return plain.backward(x, error, d_o, d_final, rows=rows)
+        return plain.backward(x, saved, d_o, d_final, rows=rows)
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, d_final = MomentumOperands(*arguments[:_INPUTS]), arguments[-2]
-    squares = (x.gates.new_empty(x.system.shape) for _ in range(2))
-    tokens, others = ([y.new_empty(y.shape) for y in ys] for ys in ((x.q, x.k, x.v), (x.gates, d_final)))
-    return *tokens, *squares, *others
+    return tuple(y.new_empty(y.shape) for y in (*x[:7], d_final))
 
 
 _tensors = schema(MomentumOperands)
 _forward_op = operator(
-    f"momentum_scan({_tensors}, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"momentum_scan({_tensors}, int rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
     compiled_ahead(_forward, _forward_fake),
 )
 _backward_op = operator(
-    f"momentum_scan_backward({_tensors}, Tensor error, Tensor d_o, Tensor d_final, int rows)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"momentum_scan_backward({_tensors}, {schema(MomentumSaved)}, Tensor d_o, Tensor d_final, int rows)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     compiled_ahead(_backward, _backward_fake),
 )
@@ -111,15 +109,15 @@ class _MomentumScan(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.rows = inputs
-        _, _, inverse, scores, error = output
-        ctx.mark_non_differentiable(inverse, scores, error)
-        ctx.save_for_backward(*MomentumOperands(*tensors)._replace(system=inverse, scores=scores), error)
+        saved = output[2:]
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(*tensors, *saved)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         *gradients, d_state = _backward_op(*ctx.saved_tensors, d_o, d_final, ctx.rows)
-        return *gradients, None if ctx.saved_tensors[6] is None else d_state, None, None
+        return *gradients, None if ctx.saved_tensors[7] is None else d_state, None, None
 
 
 differentiate_exported("momentum_scan", _MomentumScan.apply)

@@ -1,4 +1,4 @@
-"""One token of RWKV-7 on a GPU: two products with all maps of the shifted input, and one kernel up to the output map.
+"""One token of RWKV-7 on a GPU: one product with all maps of the shifted input, and one kernel up to the output map.
 
 Nothing here records gradients.
 
@@ -70,17 +70,16 @@ def rwkv7_token_(
         first: values of the first layer [B, 1, H V]; None: the values are not interpolated.
     Returns: o and v before the interpolation, [B, 1, H V] each.
     """
-    wide = [maps.r, maps.k, maps.v]
+    of_x, rows = [maps.r, maps.k, maps.v, maps.decay, maps.rate, maps.gate], [0, 2, 3, 1, 4, 5]
     if maps.value is not None and first is not None:
-        wide.append(maps.value)
-    shift = Shift(state.previous, mix, (0, 2, 3, 3)[: len(wide)])
-    r, k, v, *low_value = (y[:, 0] for y in shifted_products(x, wide, norm, shift))
-    narrow = [maps.decay, maps.rate, maps.gate]
-    low = (y[:, 0] for y in shifted_products(x, narrow, norm, shift._replace(rows=(1, 4, 5))))
+        of_x.append(maps.value)
+        rows.append(3)
+    shift = Shift(state.previous, mix, (*rows,))
+    r, k, v, *low = (y[:, 0] for y in shifted_products(x, of_x, norm, shift))
     of_value: tuple[Tensor | None, ...] = (None, None, None, None)
     decay, rate, gate, value, decay_bias, rate_bias, value_bias, *others, eps = weights
-    if low_value and first is not None:
-        of_value = first[:, 0], low_value[0], value, value_bias
+    if maps.value is not None and first is not None:
+        of_value = first[:, 0], low.pop(), value, value_bias
     o: Tensor = rwkv7_step(
         x[:, 0], norm.weight, state.previous[:, 0], r, k, v, of_value[0], *low, of_value[1], decay, rate, gate,
         of_value[2], decay_bias, rate_bias, of_value[3], *others, state.update, eps, norm.eps,

@@ -47,17 +47,22 @@ def refusals(width: int, dtype_of_cache: object, x: Tensor) -> list[str]:
     return []
 
 
-def attend_token_(x: TokenOperands, k: Tensor, v: Tensor, position: Tensor, turn: Turn | None, scale: float) -> Tensor:
+def attend_token_(
+    x: TokenOperands, k: Tensor, v: Tensor, position: Tensor, turn: Turn | None, scale: float,
+    table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend, and change the cache in place.
 
     Args:
         k, v: [B, S, G, E]. position: [B] int64, the tokens before; a token takes the slot p mod S.
         scale: factor on the scores.
+        table: [B, M] int32: k and v are pages [P, S, G, E], S a power of two from 16 on, and token p of row b is in
+            page table[b, p // S], slot p % S. A row whose first page is 0 has none: it changes no page, and its o is 0.
     Returns: o [B, H E].
     """
     turn = turn or Turn(0, 2.0)
     o: Tensor = attend_token(
         x.qkv, None if x.q_norm is None else x.q_norm.weight, None if x.k_norm is None else x.k_norm.weight, x.gate,
-        k, v, position, turn.pairs, turn.theta, [*turn.scaled], 0.0 if x.q_norm is None else x.q_norm.eps, scale,
+        k, v, position, table, turn.pairs, turn.theta, [*turn.scaled], 0.0 if x.q_norm is None else x.q_norm.eps, scale,
     )  # fmt: skip
     return o

@@ -136,6 +136,8 @@ class TritonBackend(Backend):
         with torch.no_grad():
             if route_of(spec, inputs.v.shape[-1], T=1, grad=False) == "element step":
                 return element_step_(spec, inputs, states, slots)
+            if torch.compiler.is_compiling():  # Inductor fuses these copies; in the operator each is a launch
+                inputs = UpdateInputs(*(None if x is None else x.contiguous() for x in inputs))
             return step_(*decode_operands(spec, inputs, self.config), states, slots)
 
     def verify_(

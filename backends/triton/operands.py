@@ -251,13 +251,16 @@ class SummaryCall(NamedTuple):
 class CarriedCall(NamedTuple):
     """The arguments of the operator that computes outputs after the segments (carried.py).
 
-    prepared: bytes, the results of prepare. ends: the segments' contributions and maps.
+    prepared: bytes, the results of prepare. ends: the segments' contributions and maps. pieces: those of the pieces of
+    all ranks. before: the pieces before each sequence.
     """
 
     x: ScanOperands
     kind: ScanKind
     prepared: Tensor
     ends: Tensor
+    pieces: Tensor
+    before: Tensor
 
 
 class SummaryBackwardCall(NamedTuple):
@@ -272,21 +275,38 @@ class SummaryBackwardCall(NamedTuple):
     ends: Tensor
     carries: Tensor
     d_o: Tensor
+    d_final: Tensor | None
+
+
+class RecomputeCall(NamedTuple):
+    """The arguments of the operator that recomputes states; prepared: as in `CarriedCall`; checkpoints: of S^T."""
+
+    x: ScanOperands
+    kind: ScanKind
+    prepared: Tensor
+    checkpoints: Tensor
 
 
 class CarriedBackwardCall(NamedTuple):
-    """The arguments of the backward operator; prepared, ends: as in `CarriedCall`.
+    """The arguments of the backward operator; prepared, ends, pieces: as in `CarriedCall`.
 
-    checkpoints: [slots, HV, V, K] of S^T.
+    checkpoints: [slots, HV, V, K] of S^T. states, v_new: recomputed, or empty. d_ends: the segments' contributions to
+    the gradients. d_pieces: those of the pieces of all ranks. after: the pieces after each sequence.
     """
 
     x: ScanOperands
     kind: ScanKind
     prepared: Tensor
-    ends: Tensor
     checkpoints: Tensor
+    states: Tensor
+    v_new: Tensor
+    ends: Tensor
+    d_ends: Tensor
+    pieces: Tensor
+    d_pieces: Tensor
+    after: Tensor
     d_o: Tensor
-    d_final: Tensor
+    d_final: Tensor | None
 
 
 def schema(call: type[tuple[Any, ...]], mutated: str = "") -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from deltazoo.backends.io.errors import ConfigError, count
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
-from deltazoo.backends.update.check import check_type
+from deltazoo.backends.update.check import check_integer, check_type
 from deltazoo.blocks.checkpoints.bare import is_pretrained
 from deltazoo.blocks.checkpoints.folder import load_model
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained
@@ -85,6 +85,7 @@ def generate(
     sampling: Sampling | None = None,
     on_text: Callable[[str], None] | None = None,
     compile: bool | None = None,
+    speculate: int = 0,
 ) -> Completion | TokenCompletion:
     """Continue a prompt by cached decoding; for prompts of tokens see `deltazoo.blocks.generate_tokens`.
 
@@ -94,14 +95,16 @@ def generate(
         sampling: None: the defaults of `Sampling`.
         on_text: called with each piece of text as soon as it is generated.
         compile: compile the decode step; None: for texts long enough to repay it.
+        speculate: number of tokens that each step drafts by prompt lookup; 0: none.
     Raises: ConfigError: the prompt is empty, or the vocabulary of the model has fewer than 256 tokens.
     """
     check_model(model)
     check_type("prompt", prompt, str, "text")
     check_type("sampling", sampling, Sampling | None, "a Sampling or None")
+    check_integer("speculate", speculate, 0)
     sampling = sampling or Sampling()
     if model.tokenizer is not None:
-        return complete(model, model.tokenizer, prompt, sampling, on_text, compile)
+        return complete(model, model.tokenizer, prompt, sampling, on_text, compile, speculate)
     if not prompt:
         raise ConfigError("prompt must contain at least one character, got ''")
     if model.spec.vocab < BYTES:
@@ -119,10 +122,11 @@ def generate(
     sampling_of_bytes = sampling.model_copy(update={"stop": tuple(map(tuple, stops.values()))})
     with ExitStack() as stack:
         with sizes_in_memory_errors(max_tokens=limit):
-            lent = stack.enter_context(borrowed_decoder(model, 1, prompt_BT.shape[1] + limit, limit, compile))
+            capacity = prompt_BT.shape[1] + limit + speculate
+            lent = stack.enter_context(borrowed_decoder(model, 1, capacity, limit, compile))
         compile_s, start = lent.compile_s, time.perf_counter()
         first = start
-        for token in stream(lent.decoder, prompt_BT, sampling_of_bytes):
+        for token in stream(lent.decoder, prompt_BT, sampling_of_bytes, speculate=speculate):
             byte = min(int(token), BYTES - 1)
             outside += int(token) >= BYTES
             generated.append(byte)

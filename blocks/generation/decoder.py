@@ -54,7 +54,10 @@ class Decoder:
         check_model(model)
         self.batch, self.capacity = batch, capacity
         self._reference: Callable[[], TokenModel | None] = lambda: model
-        self.tokens, self.logits, self.state = buffers or new_buffers(model, batch, capacity)
+        if buffers is None:
+            with torch.no_grad():
+                buffers = new_buffers(model, batch, model.init_state(batch, capacity))
+        self.tokens, self.logits, self.state = buffers
         self.compile = compile
         self.layers, self._held = None, list[object]()
         if compile and model.device.type == "cuda":
@@ -155,12 +158,11 @@ class Decoder:
         return self
 
 
-@torch.no_grad()
-def new_buffers(model: TokenModel, batch: int, capacity: int | None) -> Buffers:
-    """Return the buffers of a step, with the state before the first token."""
+def new_buffers(model: TokenModel, batch: int, state: StackState) -> Buffers:
+    """Return the buffers of a step with this state."""
     tokens_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
     logits_BL = torch.zeros(batch, model.spec.vocab, device=model.device)
-    return Buffers(tokens_B1, logits_BL, model.init_state(batch, capacity))
+    return Buffers(tokens_B1, logits_BL, state)
 
 
 def _step(model: TokenModel, tokens_B1: Tensor, state: StackState, logits_BL: Tensor) -> None:

@@ -36,7 +36,7 @@ def generate_tokens(
     """Generate continuations of prompts.
 
     On CUDA the decoding step is captured in a CUDA graph, which is kept for later calls; see
-    `deltazoo.blocks.generation.kept`. From a number of tokens on it is compiled before, also on a CPU.
+    `deltazoo.blocks.generation.kept`. On a CPU it is compiled from a number of tokens on.
 
     Args:
         model: a model, or a `Decoder`, whose compiled or captured step is reused.

@@ -25,12 +25,12 @@ from deltazoo.blocks.generation.prompts import PromptGraphs
 from deltazoo.blocks.model.interface import TokenModel
 from deltazoo.mixers.core.state import nbytes
 
-# Tokens per row from which compiling the step takes less time than it saves.
+# Tokens per row from which compiling the step takes less time than it saves, by device.
 # CPU: compiling the step of `gated-deltanet-h1-small` takes as long as decoding 1,500 tokens eagerly if Inductor's
 # cache holds its kernels, and 3,500 otherwise.
-# CUDA: compiling the layers of `gated-deltanet-1.3b` took 3.5 s with the caches of another batch size and 16 s without,
-# on a busy host with an H100; those of `gated-deltanet-h1-1.3b` took 22 s. A step of the former then takes 0.4 ms less.
-COMPILE_FROM = {"cpu": 2048, "cuda": 16384}
+# CUDA: never. A captured step of `gated-deltanet-1.3b` takes 1.03 ms with one row and 2.35 with 32, and 1.39 and 3.19
+# if its layers are compiled before, which takes 22 s (H200, other work beside it).
+COMPILE_FROM = {"cpu": 2048}
 KEPT_SHARE = 1 / 8  # of the memory of a CUDA device that kept decoders may take
 KEPT_BYTES = 2**30  # on other devices
 
@@ -76,7 +76,7 @@ _kept: weakref.WeakKeyDictionary[TokenModel, list[Kept]] = weakref.WeakKeyDictio
 def compiles(model: TokenModel, max_tokens: int, batch: int = 1) -> bool:
     """Whether a call compiles the decoding step, unless the caller decides.
 
-    It does if the tokens per row of this call, and of earlier ones with the same captured decoder, repay the time; see
+    It does if the tokens per row of this call, and of earlier ones with the same decoder, repay the time; see
     `COMPILE_FROM`. On a CPU it needs a C++ compiler. A step that runs Python code of hooks is never compiled.
     """
     return not runs_python_code(model) and _repays(model, max_tokens, batch)

@@ -23,7 +23,7 @@ from deltazoo.mixers.core.state import rollback_, snapshot
 LONGEST_MATCH = 3  # tokens at the end of the text that are looked for
 SLOTS = 64  # passes whose tokens may be on their way to the host
 _MOST_GRAPHS = 8  # for different `Sampling`
-_NO_TOKEN = -1  # before the first token of the history
+NO_TOKEN = -1  # before the first token of the history
 _log = logging.getLogger("deltazoo")
 
 
@@ -66,6 +66,18 @@ def accept(chosen_BT: Tensor, tokens_BT: Tensor) -> Tensor:
     return 1 + (chosen_BT[:, :-1] == tokens_BT[:, 1:]).cumprod(1).sum(1)
 
 
+def seen_before_each(seen_BL: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Return which tokens precede each logits of a pass if its drafts stand, [B, T, L].
+
+    Args: seen_BL: bool, the tokens up to the first one of the pass.
+    """
+    B, T = tokens_BT.shape
+    seen_BTL = seen_BL[:, None].repeat(1, T, 1)
+    for t in range(1, T):
+        seen_BTL[:, t:].scatter_(2, tokens_BT[:, t, None, None].expand(B, T - t, 1), True)
+    return seen_BTL
+
+
 class Chosen(NamedTuple):
     """New tokens on their way to the host: [S, B, T + 1], of each pass how many count and then the tokens."""
 
@@ -101,7 +113,7 @@ class Speculator:
         self._length = torch.ones(B, dtype=torch.int64, device=device)  # of the history
         self._drawn = torch.zeros_like(self._length)  # new tokens so far
         self._left = torch.zeros_like(self._length)  # new tokens that may follow
-        self._history = self.tokens.new_full((B, 0), _NO_TOKEN)
+        self._history = self.tokens.new_full((B, 0), NO_TOKEN)
         self._uniform: Tensor | None = None
         self._seen: Tensor | None = None
         self._slot = torch.zeros(1, dtype=torch.int64, device=device)
@@ -111,9 +123,9 @@ class Speculator:
             self._host = torch.zeros_like(self._packed, device="cpu", pin_memory=True)
         self._decoder = weakref.ref(decoder)
         self._draft: StackState | None = None
-        self._read, self._keep = _read, _keep
+        self._read, self._keep = verify_drafts, commit_drafts
         if decoder.compile and decoder.layers is None:
-            self._read, self._keep = compiled_step(_read, device), compiled_step(_keep, device)
+            self._read, self._keep = compiled_step(verify_drafts, device), compiled_step(commit_drafts, device)
         self._graphs: tuple[Call, Call] | None = None  # of the first and the last part
         self._choices: dict[Sampling, Call] = {}
         self._captures = True  # false for a model whose passes cannot be captured
@@ -136,7 +148,7 @@ class Speculator:
         self._fit(max(decoder.capacity or 0, P + sampling.max_tokens), sampling)
         count_R = torch.full((R,), P, device=rows.tokens.device) if rows.mask is None else rows.mask.sum(1)
         source_RP = (torch.arange(P, device=count_R.device) + P - count_R[:, None]) % P  # left-aligned
-        self._history.fill_(_NO_TOKEN)
+        self._history.fill_(NO_TOKEN)
         self._history[:R, LONGEST_MATCH : LONGEST_MATCH + P] = rows.tokens.gather(1, source_RP)
         self._length.fill_(LONGEST_MATCH + 1)
         self._length[:R] = LONGEST_MATCH + 1 + count_R
@@ -192,7 +204,7 @@ class Speculator:
         """Allocate what depends on the capacity of the decoder or on the sampling; graphs of smaller ones are freed."""
         slots = LONGEST_MATCH + capacity + self.drafted + 1
         if self._history.shape[1] < slots:
-            self._history = self.tokens.new_full((len(self.tokens), slots), _NO_TOKEN)
+            self._history = self.tokens.new_full((len(self.tokens), slots), NO_TOKEN)
             self._uniform, self._graphs = None, None
             self._choices.clear()
         if sampling.temperature > 0 and self._uniform is None:
@@ -211,7 +223,7 @@ class Speculator:
     def _run_choose(self, sampling: Sampling) -> None:
         logits_BTL, (B, T) = self.logits, self.tokens.shape
         if sampling.repetition_penalty != 1 and self._seen is not None:
-            logits_BTL = penalize(logits_BTL, self._seen_before_each(), sampling.repetition_penalty)
+            logits_BTL = penalize(logits_BTL, seen_before_each(self._seen, self.tokens), sampling.repetition_penalty)
         uniform_BT = self.logits[..., 0]
         if sampling.temperature > 0 and self._uniform is not None:
             index_BT = self._drawn[:, None] + torch.arange(T, device=self.tokens.device)
@@ -223,15 +235,6 @@ class Speculator:
         if sampling.repetition_penalty != 1 and self._seen is not None:
             is_new_BT = torch.arange(T, device=count_B.device) < count_B[:, None]
             self._seen.scatter_(1, torch.where(is_new_BT, chosen_BT, self.tokens[:, :1]), True)
-
-    def _seen_before_each(self) -> Tensor:
-        """Return which tokens precede each logits of the pass if the drafts stand, [B, T, L]."""
-        assert self._seen is not None
-        B, T = self.tokens.shape
-        seen_BTL = self._seen[:, None].repeat(1, T, 1)
-        for t in range(1, T):
-            seen_BTL[:, t:].scatter_(2, self.tokens[:, t, None, None].expand(B, T - t, 1), True)
-        return seen_BTL
 
     def _run_commit(self) -> None:
         assert self._draft is not None  # of the pass
@@ -279,11 +282,13 @@ class Speculator:
         return self._choices[key]
 
 
-def _read(model: TokenModel, tokens_BT: Tensor, state: StackState, logits_BTL: Tensor) -> StackState:
+def verify_drafts(model: TokenModel, tokens_BT: Tensor, state: StackState, logits_BTL: Tensor) -> StackState:
+    """Read the tokens of a pass, write their logits, and return the draft for `commit_drafts`."""
     verified_BTL, draft = model.verify(tokens_BT, state)
     logits_BTL.copy_(verified_BTL)
     return draft
 
 
-def _keep(model: TokenModel, draft: StackState, state: StackState, count_B: Tensor) -> None:
+def commit_drafts(model: TokenModel, draft: StackState, state: StackState, count_B: Tensor) -> None:
+    """Advance the state by the first `count` tokens of the pass."""
     model.commit_(draft, state, count_B)

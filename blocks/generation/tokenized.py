@@ -56,12 +56,14 @@ def complete(
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
     compile: bool | None = None,
+    speculate: int = 0,
 ) -> TokenCompletion:
     """Continue a text by cached decoding until a token that ends texts, a stop text or the limit of tokens.
 
     Args:
         on_text: called with each piece of text as soon as it is generated.
         compile: compile the decode step; None: for texts long enough to repay it.
+        speculate: number of tokens that each step drafts by prompt lookup; 0: none.
     Raises: ConfigError: the prompt has no tokens, or there is no tokenizer; InputError: the tokenizer is of another
         vocabulary.
     """
@@ -76,9 +78,10 @@ def complete(
     reason: Literal["end", "stop", "max_tokens"] = "max_tokens"
     with ExitStack() as stack:
         with sizes_in_memory_errors(max_tokens=limit):
-            lent = stack.enter_context(borrowed_decoder(model, 1, prompt_BT.shape[1] + limit, limit, compile))
+            capacity = prompt_BT.shape[1] + limit + speculate
+            lent = stack.enter_context(borrowed_decoder(model, 1, capacity, limit, compile))
         start = first = time.perf_counter()
-        columns = stream(lent.decoder, prompt_BT, sampling.model_copy(update={"stop": end}))
+        columns = stream(lent.decoder, prompt_BT, sampling.model_copy(update={"stop": end}), speculate=speculate)
         for column in columns:
             token, tokens = int(column), tokens + 1
             if tokens == 1:

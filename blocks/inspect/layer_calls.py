@@ -18,6 +18,7 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Mixer, MixerConfig
 from deltazoo.mixers.core.state import nbytes, overwrite_
 
 _MORE_TOKENS = 64  # room in the caches for the tokens that decoding adds
+_PIECE = 128  # tokens that are read at once before decoding: eager layers of 64 rows would take 16 GiB for 512
 
 
 class LayerInput(NamedTuple):
@@ -87,7 +88,8 @@ class OurLayer(LayerCalls):
 
     def decoding(self) -> Call:
         state = self._state(self.size.length + _MORE_TOKENS)
-        self._read(self.module, self.x, state)
+        for piece in self.x.split(_PIECE, 1):
+            self._read(self.module, piece, state)
         step = functools.partial(self._read, self.compiled, self.next_x, state)
         if self.x.device.type == "cuda":
             return torch.no_grad()(capture(step, self.x.device, warm_ups=3))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from deltazoo.backends.io.errors import ConfigError
@@ -97,6 +98,16 @@ def _attention(config: Any, width: int) -> dict[str, Any]:
     return {"num_heads": heads, "num_kv_heads": kv_heads}
 
 
+def _latent(config: Any, width: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        mixer = config.build(width)
+    return {
+        "num_heads": mixer.heads, "q_lora_rank": config.query_rank, "qk_rope_head_dim": mixer.R,
+        "kv_lora_rank": mixer.C, "v_head_dim": mixer.V, "qk_nope_head_dim": mixer.K, "qk_head_dim": mixer.K + mixer.R,
+        "window_size": config.window, "rope_theta": config.rotary_theta,
+    }  # fmt: skip
+
+
 def _shared_keys(config: Any, width: int) -> dict[str, Any]:
     shared = {"num_kv_heads": config.key_value_heads} if config.key_value_heads else {}
     convolution = {"use_short_conv": True, "conv_size": config.conv_width} if config.conv_width else {}
@@ -178,6 +189,11 @@ FLA_LAYERS: dict[str, FlaLayer] = {
         },
         frozenset({"steps", "bound"}),
     ),
+    "mla": FlaLayer(
+        "MultiheadLatentAttention",
+        _latent,
+        frozenset({"query_rank", "latent_width", "rotary_width", "window", "rotary_theta"}),
+    ),
     "mom": FlaLayer(
         "MomAttention",
         lambda c, w: {
@@ -187,8 +203,9 @@ FLA_LAYERS: dict[str, FlaLayer] = {
             "num_memories": c.memories,
             "topk": c.active,
             "shared_mem": c.shared,
+            "single_kv_proj": c.sharing == "all",
         },
-        frozenset({"memory", "memories", "active", "shared"}),
+        frozenset({"memory", "memories", "active", "shared", "sharing"}),
     ),
     "path_attention": FlaLayer(
         "PaTHAttention",
@@ -216,6 +233,16 @@ FLA_LAYERS: dict[str, FlaLayer] = {
         },
     ),
     "retnet": FlaLayer("MultiScaleRetention", _expansions),
+    "rodimus": FlaLayer(
+        "RodimusAttention",
+        lambda c, w: {
+            "expand_ratio": c.key_width,
+            "input_gate_low_rank": c.gate_rank or "auto",
+            "conv_size": c.conv_width,
+            "norm_eps": c.norm_eps,
+        },
+        frozenset({"gate_rank", "conv_width"}),
+    ),
     "rwkv6": FlaLayer("RWKV6Attention", _expansions),
     "rwkv7": FlaLayer("RWKV7Attention", lambda c, w: {"head_dim": c.shape(w).key_width, "num_hidden_layers": 24}),
     "simple_gla": FlaLayer(

@@ -15,7 +15,7 @@ from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.table import Table, partial_line, three_digits
 from deltazoo.backends.torch_ext.devices import usable_device
-from deltazoo.blocks.generation.engine.engine import Engine
+from deltazoo.blocks.generation.engine.engine import Engine, EngineCounts
 from deltazoo.blocks.generation.engine.request import Request
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.compilation import run_eagerly
@@ -34,6 +34,7 @@ class ServeBenchConfig(FrozenConfig):
         slots: of the engine.
         prompt, output: the longest prompt and continuation in tokens. Lengths are log-uniform from an eighth of them.
         compile: compile the decoding step.
+        speculate: number of tokens that the engine drafts per step and request.
         device, dtype: of the weights and activations.
         seed: random seed of the weights, tokens and lengths.
     """
@@ -44,6 +45,7 @@ class ServeBenchConfig(FrozenConfig):
     prompt: int = Field(default=512, ge=_LEAST)
     output: int = Field(default=128, ge=_LEAST)
     compile: bool = False
+    speculate: int = Field(default=0, ge=0)
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = Field(default=0, ge=0)
@@ -57,6 +59,7 @@ class ServeRow(BaseModel):
         tokens_per_second: of all continuations.
         first_ms, first_p95_ms: median and 95th percentile of the time from `submit` to the first token.
         token_ms, token_p95_ms: of the mean time per further token of a request.
+        tokens_per_pass: mean number of tokens that a pass with drafts gave a request; None: without drafts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +71,7 @@ class ServeRow(BaseModel):
     first_p95_ms: float
     token_ms: float
     token_p95_ms: float
+    tokens_per_pass: float | None = None
 
 
 class ServeBenchmark(BaseModel):
@@ -96,7 +100,8 @@ class ServeBenchmark(BaseModel):
             self.environment.line(),
             f"{self.model}, random weights, {config.dtype}, {config.slots} slots, prompts of up to {config.prompt} and "
             f"continuations of up to {config.output} tokens, "
-            f"{'compiled, ' if config.compile else ''}greedy, seed {config.seed}",
+            f"{'compiled, ' if config.compile else ''}"
+            f"{f'{config.speculate} drafts per step, ' if config.speculate else ''}greedy, seed {config.seed}",
         ]
 
     def partial(self) -> str:
@@ -113,13 +118,17 @@ class ServeBenchmark(BaseModel):
             ("token ms", "median of a request's mean time per further token"),
             ("token p95", "95th percentile of it"),
         ]
+        if self.config.speculate:
+            legend.append(("per pass", "mean tokens of a request per pass with drafts"))
         rows = [
             [str(row.load), str(row.requests), f"{row.tokens_per_second:,.0f}"]
             + [three_digits(x) for x in (row.first_ms, row.first_p95_ms, row.token_ms, row.token_p95_ms)]
+            + ([f"{row.tokens_per_pass or 1:.2f}"] if self.config.speculate else [])
             for row in self.rows
         ]
         titles = [title for title, _ in legend]
-        return Table([">clients", ">requests", *(f">{title}" for title in titles[1:])], rows, (), legend, [8] * 7)
+        columns = [">clients", ">requests", *(f">{title}" for title in titles[1:])]
+        return Table(columns, rows, (), legend, [8] * len(columns))
 
     def markdown(self) -> str:
         """Format the header and the table with its legend as Markdown."""
@@ -161,8 +170,8 @@ def bench_serve(
 
 
 def _engine(model: TokenModel, config: ServeBenchConfig) -> Engine:
-    cache_tokens = config.slots * (config.prompt + config.output)
-    return Engine(model, config.slots, max(2048, 2 * config.slots), cache_tokens, 0, config.compile)
+    cache_tokens = config.slots * (config.prompt + config.output + config.speculate)
+    return Engine(model, config.slots, None, cache_tokens, 0, config.compile, config.speculate)
 
 
 def _work(vocab: int, count: int, config: ServeBenchConfig) -> list[tuple[list[int], int]]:
@@ -177,6 +186,7 @@ def _work(vocab: int, count: int, config: ServeBenchConfig) -> list[tuple[list[i
 
 def _serve(engine: Engine, load: int, work: Sequence[tuple[list[int], int]], progress: Progress) -> ServeRow:
     requests: list[Request] = []
+    before = engine.counts
     waiting = iter(work)
     start = time.perf_counter()
     while True:
@@ -191,6 +201,7 @@ def _serve(engine: Engine, load: int, work: Sequence[tuple[list[int], int]], pro
     if error := next((request.error for request in requests if request.error is not None), None):
         raise error
     first = [1e3 * (_time(request.first_s) - request.submitted_s) for request in requests]
+    done = EngineCounts(*(new - old for new, old in zip(engine.counts, before, strict=True)))
     token = [
         1e3 * (_time(request.ended_s) - _time(request.first_s)) / max(len(request.tokens) - 1, 1)
         for request in requests
@@ -203,6 +214,7 @@ def _serve(engine: Engine, load: int, work: Sequence[tuple[list[int], int]], pro
         first_p95_ms=_percentile_95(first),
         token_ms=statistics.median(token),
         token_p95_ms=_percentile_95(token),
+        tokens_per_pass=done.tokens_per_pass,
     )
 
 

@@ -23,7 +23,7 @@ from deltazoo.blocks.model.mlp import Dense, Mlp
 from deltazoo.blocks.spec.parsing import MlpConfig, PlainDataModel, changed_mlp_fields, parse_mixer, parse_mlp
 from deltazoo.mixers.core import config as configs
 from deltazoo.mixers.core.initialization import drawn_in_float32
-from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, Place, State
+from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, MixerOutput, PageTable, Place, State
 from deltazoo.mixers.core.patterns import Term
 from deltazoo.mixers.core.side import Side, join_sides
 from deltazoo.mixers.parts.norms import (
@@ -261,6 +261,10 @@ class Layer(nn.Module):
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """Return the initial state, one entry per mixer."""
         return tuple(mixer.init_state(batch, capacity) for mixer in self.mixers)
+
+    def init_paged_state(self, capacity: int, pages: PageTable) -> LayerState:
+        """Return the initial state with caches in pages; see `Mixer.init_paged_state`."""
+        return tuple(mixer.init_paged_state(capacity, pages) for mixer in self.mixers)
 
     def commit_(self, draft: LayerState, state: LayerState, accepted: Tensor) -> None:
         """Advance the state by the accepted drafted tokens; see `Mixer.commit_`."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deltazoo.blocks.parallel.launch import NO_PROGRESS
+from deltazoo.blocks.parallel.launch import NO_PROGRESS, launched_here
 from deltazoo.blocks.parallel.ranks import Ranks
 
 _ANSWER = 3.0  # seconds in which every process that still runs says where it is
@@ -22,6 +23,8 @@ _WAITS = tuple(os.sep.join(("", "torch", *path)) for path in (("distributed", ""
 
 class Watchdog:
     """A thread that ends the process if `beat` is not called for `timeout` seconds.
+
+    A process whose launcher has been killed sends itself SIGTERM: all processes then save, and end.
 
     A process whose main thread is in a collective waits for others. The sentence names those that do not wait, with the
     line of Python at which they are, and those whose watchdog does not answer.
@@ -33,7 +36,7 @@ class Watchdog:
         self.ranks, self.timeout, self.report, self.waiting = ranks, timeout, report, waiting
         self.state = "before the first step"
         self._last, self._stopped = 0.0, threading.Event()
-        self._main = threading.get_ident()
+        self._main, self._parent = threading.get_ident(), os.getppid()
         self._store: Any = None
 
     def __enter__(self) -> "Watchdog":
@@ -53,6 +56,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self.timeout / 4)):
+            if launched_here() and os.getppid() != self._parent:
+                self._parent = os.getppid()
+                os.kill(os.getpid(), signal.SIGTERM)
             if time.monotonic() - self._last > self.timeout:
                 self._end()
 

@@ -14,6 +14,10 @@ from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.training.config import OptimizerConfig, TrainConfig
 from deltazoo.mixers.core.initialization import no_weight_decay
 
+# Elements whose gradients are converted to float32 at once. They are read again from the L2 cache of a GPU, and the
+# float32 gradients of all weights never exist together.
+_AT_ONCE = 1 << 23
+
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate of a step; steps count from 0."""
@@ -83,21 +87,17 @@ class Optimizer:
             in_layer = id(weight.parameter) in maps and matrix and weight.name.startswith("stack.layers.")
             factor = next((f for pattern, f in config.rates.items() if fnmatch(weight.name, pattern)), 1.0)
             groups.setdefault((config.name == "muon" and in_layer, matrix, factor), []).append(weight)
-        self.parts: list[torch.optim.Optimizer] = []
-        for by_muon in (False, True):
-            chosen = [
-                {"params": [w.updated for w in members], "weight_decay": config.weight_decay if decays else 0.0,
-                 "decays": decays, "factor": factor}
-                for (muon, decays, factor), members in sorted(groups.items(), reverse=True, key=lambda item: item[0])
-                if muon == by_muon
-            ]  # fmt: skip
-            if chosen:
-                self.parts.append(_muon(chosen, config) if by_muon else _adamw(chosen, config))
+        self.parts: list[_Part] = []
+        for (by_muon, decays, factor), members in sorted(groups.items(), reverse=True, key=lambda item: item[0]):
+            build = _muon if by_muon else _adamw
+            group = {"weight_decay": config.weight_decay if decays else 0.0, "decays": decays, "factor": factor}
+            for part in _in_parts(members):
+                self.parts.append(_Part(build([{"params": [w.updated for w in part], **group}], config), part))
 
     @property
     def groups(self) -> Iterator[dict[str, Any]]:
         """The groups of parameters of all parts."""
-        return (group for part in self.parts for group in part.param_groups)
+        return (group for part in self.parts for group in part.optimizer.param_groups)
 
     @torch.no_grad()
     def step(self, rate: float | Tensor, scale: Tensor, skip: Tensor) -> None:
@@ -105,36 +105,34 @@ class Optimizer:
 
         Args: rate: a tensor if a CUDA graph captures the step.
         """
-        for weight in self.weights:
-            gradient = weight.gradient()
-            weight.updated.grad = gradient.to(weight.updated.dtype) if gradient is not None else None
         for group in self.groups:
             group["lr"] = rate * group["factor"]
-        for part in self.parts:
-            if getattr(part, "_step_supports_amp_scaling", False):  # the interface of torch.amp.GradScaler
-                part.grad_scale, part.found_inf = 1 / scale.float(), skip.float()  # type: ignore[attr-defined]
-            elif bool(skip):
-                continue
-            else:
-                gradients = [x.grad for group in part.param_groups for x in group["params"] if x.grad is not None]
+        inverse, found_inf = 1 / scale.float(), skip.float()
+        for optimizer, weights in self.parts:
+            for weight in weights:
+                gradient = weight.gradient()
+                weight.updated.grad = gradient.to(weight.updated.dtype) if gradient is not None else None
+            if getattr(optimizer, "_step_supports_amp_scaling", False):  # the interface of torch.amp.GradScaler
+                optimizer.grad_scale, optimizer.found_inf = inverse, found_inf  # type: ignore[attr-defined]
+                optimizer.step()
+            elif not bool(skip):
+                gradients = [w.updated.grad for w in weights if w.updated.grad is not None]
                 torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-            part.step()
-        for weight in self.weights:
-            if weight.updated is not weight.parameter:
-                weight.updated.grad = None
-        self.copy_to_model()
+                optimizer.step()
+            for weight in weights:
+                if weight.updated is not weight.parameter:
+                    weight.updated.grad = None
+            _round(weights)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """Round the float32 copies into the weights of the model."""
-        copies = [weight for weight in self.weights if weight.is_copy]
-        if copies:
-            torch._foreach_copy_([w.parameter for w in copies], [w.updated for w in copies])
+        _round(self.weights)
 
     def state(self) -> dict[str, Tensor]:
         """Return the weights as "model.NAME", and the optimizer's tensors as "optimizer.NAME.KEY"."""
         tensors: dict[str, Tensor] = {}
-        states = {key: value for part in self.parts for key, value in part.state.items()}
+        states = {key: value for part in self.parts for key, value in part.optimizer.state.items()}
         for weight in self.weights:
             tensors[f"model.{weight.name}"] = weight.whole(weight.updated.detach())
             for key, value in states.get(weight.updated, {}).items():
@@ -144,7 +142,7 @@ class Optimizer:
 
     def allocate(self, names: dict[str, torch.Size]) -> None:
         """Create the tensors that a checkpoint has, for `state` to return. Args: names: with their whole shapes."""
-        members = {w.updated: part for part in self.parts for w in self.weights if _has(part, w.updated)}
+        members = {weight.updated: part.optimizer for part in self.parts for weight in part.weights}
         for weight in self.weights:
             start = f"optimizer.{weight.name}."
             for name, shape in names.items():
@@ -155,8 +153,31 @@ class Optimizer:
                     members[weight.updated].state[weight.updated][name.removeprefix(start)] = torch.zeros_like(like)
 
 
-def _has(part: torch.optim.Optimizer, tensor: Tensor) -> bool:
-    return any(tensor is x for group in part.param_groups for x in group["params"])
+class _Part(NamedTuple):
+    """Some of the weights, and the optimizer that updates them."""
+
+    optimizer: torch.optim.Optimizer
+    weights: list[Weight]
+
+
+def _in_parts(weights: list[Weight]) -> Iterator[list[Weight]]:
+    """Split weights into parts with copies of at most `_AT_ONCE` elements, or of one weight."""
+    part: list[Weight] = []
+    size = 0
+    for weight in weights:
+        elements = weight.updated.numel() if weight.is_copy else 0
+        if part and size + elements > _AT_ONCE:
+            yield part
+            part, size = [], 0
+        part.append(weight)
+        size += elements
+    yield part
+
+
+def _round(weights: list[Weight]) -> None:
+    copies = [weight for weight in weights if weight.is_copy]
+    if copies:
+        torch._foreach_copy_([w.parameter for w in copies], [w.updated for w in copies])
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ R rows, T tokens of a row, N documents in the rows
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +143,13 @@ class ShardSource(RowSource):
     def __init__(self, data: DataConfig) -> None:
         folders = dict(data.mixture) or {str(data.path): 1.0}
         self.weights = tuple(folders.values())
-        self.shards = {part: [open_shards(folder, part) for folder in folders] for part in ("train", "validation")}
+        self.shards = {"train": [open_shards(folder) for folder in folders], "validation": []}
+        for shards in self.shards["train"]:
+            if "validation" not in shards.index.parts:
+                raise ConfigError(
+                    f"{shards.folder} has no held-out documents: encode them with --held-out, see deltazoo data --help"
+                )
+            self.shards["validation"].append(open_shards(shards.folder, "validation"))
         first = self.shards["train"][0]
         self.least_vocab = first.index.tokenizer.vocab
         self.dense = False
@@ -172,9 +179,12 @@ class ShardSource(RowSource):
             self._batches.close()
 
     def validation(self, config: TrainConfig, place: Place) -> Iterator[Rows]:
+        return self.held_out(config, place, config.evaluation.batches * place.passes)
+
+    def held_out(self, config: TrainConfig, place: Place, passes: int | None) -> Iterator[Rows]:
+        """Yield rows of the held-out documents. Args: passes: None: until no document is left."""
         loader = self._loader("validation", config, place, None)
-        for _, batch in zip(range(config.evaluation.batches * place.passes), loader, strict=False):
-            yield self._packed(batch)
+        return map(self._packed, islice(loader, passes))
 
     def _loader(self, part: str, config: TrainConfig, place: Place, state: dict[str, Any] | None) -> Loader:
         training = part == "train"

@@ -41,6 +41,18 @@ class Place(NamedTuple):
 FIRST_PLACE = Place()
 
 
+class PageTable(NamedTuple):
+    """Where caches in pages keep the tokens of each row.
+
+    table: [B, M] int32, the pages of each row; 0: none. All layers share it.
+    pages: number of pages of a cache, from 1 on. slots: tokens of a page, a power of two.
+    """
+
+    table: Tensor
+    pages: int
+    slots: int
+
+
 class Context(NamedTuple):
     """Inputs that all modules share in one forward pass. Modules do not change it; they return what others read.
 
@@ -168,6 +180,15 @@ class Mixer(nn.Module, ABC):
 
         Args: capacity: maximum number of tokens per sequence; needed only by mixers that keep every token.
         """
+
+    def init_paged_state(self, capacity: int, pages: PageTable) -> State:
+        """Return the state before the first token, with caches of every token in pages if the mixer has that form.
+
+        Calls with it record no gradients. Its rows share `CachePages`, which are no tensors of the tree.
+
+        Args: capacity: as for `init_state`; pages: with the table of the rows.
+        """
+        return self.init_state(len(pages.table), capacity)
 
     def _on_all_tokens(
         self, x: Tensor, state: State | None, context: Context, plan: ContextPlan, reason: str

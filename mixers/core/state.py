@@ -37,7 +37,7 @@ def rollback_(state: State, saved: State) -> State:
 
     Raises: StateError, if the structures or shapes differ.
     """
-    targets, sources = tree_leaves(state), tree_leaves(saved)
+    targets, sources = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (state, saved))
     if tree_structure(state) != tree_structure(saved):
         raise StateError("a state can be overwritten only by one of the same kind of model, got another structure")
     if len(sources) != len(targets) or any(a.shape != b.shape for a, b in zip(sources, targets, strict=True)):

@@ -15,6 +15,8 @@ from deltazoo.mixers.core.part import StatelessOutputPart as StatelessOutputPart
 from deltazoo.mixers.core.part import init_normal as init_normal
 from deltazoo.mixers.core.part import projection as projection
 from deltazoo.mixers.parts.attention.caches import KVCache as KVCache
+from deltazoo.mixers.parts.attention.pages import CachePages as CachePages
+from deltazoo.mixers.parts.attention.pages import PagedCache as PagedCache
 from deltazoo.mixers.parts.attention.slot_attention import GatedSlots as GatedSlots
 from deltazoo.mixers.parts.attention.slot_attention import RoutedSlots as RoutedSlots
 from deltazoo.mixers.parts.attention.slot_attention import SlotKeyPass as SlotKeyPass
@@ -51,10 +53,15 @@ from deltazoo.mixers.parts.low_rank import LowRank as LowRank
 from deltazoo.mixers.parts.low_rank import Ranks as Ranks
 from deltazoo.mixers.parts.memory.conjugate_gradient import ConjugateGradientSolve as ConjugateGradientSolve
 from deltazoo.mixers.parts.memory.feedback import Feedback as Feedback
+from deltazoo.mixers.parts.memory.joint_memories import JointMemories as JointMemories
+from deltazoo.mixers.parts.memory.joint_memories import JointSizes as JointSizes
+from deltazoo.mixers.parts.memory.joint_memories import joint_refusal as joint_refusal
 from deltazoo.mixers.parts.memory.log_linear import LogLinearUpdate as LogLinearUpdate
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs as MomentumInputs
 from deltazoo.mixers.parts.memory.momentum import momentum_delta_rule as momentum_delta_rule
+from deltazoo.mixers.parts.memory.preconditioner import EraseAsPair as EraseAsPair
 from deltazoo.mixers.parts.memory.preconditioner import Preconditioner as Preconditioner
+from deltazoo.mixers.parts.memory.token_pack import TokenPack as TokenPack
 from deltazoo.mixers.parts.memory.token_scan import TokenScan as TokenScan
 from deltazoo.mixers.parts.normaliser import Normalise as Normalise
 from deltazoo.mixers.parts.normaliser import NormaliserColumn as NormaliserColumn

@@ -84,9 +84,9 @@ class ShortConv(Groupable, HasBackend):
         self, x_BTC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Convolve x. Returns: for each part a tensor [B, T, channels] in the dtype of x; the new state."""
-        before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
+        x_BTC, before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
         history = None if before is None else before.to(x_BTC.dtype)
-        streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, context.cu_seqlens))
+        streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, _bounds(context)))
         if context.parallel is not None:
             streams = tuple(connected(y, before) for y in streams)
         return streams, _next_state(x_BTC, state, before, context)
@@ -118,17 +118,22 @@ class TokenShift(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return x_(t-1) [B, T, D] and the new state."""
-        before = _before_segments(x_BTD, state, 1, context)
-        shifted = shifted_taps(x_BTD, before, 1, context.cu_seqlens)[0]
+        x_BTD, before = _before_segments(x_BTD, state, 1, context)
+        shifted = shifted_taps(x_BTD, before, 1, _bounds(context))[0]
         if context.parallel is not None:
             shifted = connected(shifted, before)
         return shifted, _next_state(x_BTD, state, before, context)
 
 
-def _before_segments(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> Tensor | None:
-    """Return the inputs before x: the state, or with context parallelism those before each of this rank's segments."""
+def _bounds(context: Context) -> Tensor | None:
+    """Return the bounds of packed sequences for an operator."""
+    return context.cu_seqlens if context.parallel is None else context.parallel.operator_bounds
+
+
+def _before_segments(x_BTC: Tensor, state: Tensor | None, past: int, context: Context) -> tuple[Tensor, Tensor | None]:
+    """Return x and the inputs before it: the state, or with context parallelism those before each local segment."""
     if context.parallel is None or past == 0:
-        return state
+        return x_BTC, state
     return previous_tokens(x_BTC, state, past, context.parallel)
 
 

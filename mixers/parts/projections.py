@@ -99,16 +99,7 @@ class QKVProjection(Groupable, Fusible, Stateful):
     def _split_heads(self, convolved: tuple[Tensor, ...], unconvolved_BTC: Tensor) -> UpdateInputs:
         """Return the operands from the convolved streams and the channels of the others."""
         q, k, v = (*convolved, *apply_silu_and_norm(unconvolved_BTC, self.unconvolved))
-        k = k if self.keys else q
-        H, HV = self.shape.heads, self.shape.value_heads
-        q_BTHK = rearrange(q, "b t (h k) -> b t h k", h=self.query_heads)
-        if self.shape.householders == 1:
-            k, v = rearrange(k, "b t (h k) -> b t h k", h=H), rearrange(v, "b t (h v) -> b t h v", h=HV)
-        else:
-            n = self.shape.householders
-            k = rearrange(k, "b t (n h k) -> b t n h k", n=n, h=H)
-            v = rearrange(v, "b t (n h v) -> b t n h v", n=n, h=HV)
-        return UpdateInputs(q_BTHK, k, v)
+        return split_heads(q, k if self.keys else q, v, self.shape, self.query_heads)
 
     def fuse_into(self, step: FusedDecodeStep) -> FusedDecodeStep | None:
         if not self.keys or self.query_heads != self.shape.heads:
@@ -127,6 +118,20 @@ class QKVProjection(Groupable, Fusible, Stateful):
             return {}
         bias = {} if self.conv.bias is None else {"bias": self.conv.bias}
         return {"weight": self.conv.weight, **bias}
+
+
+def split_heads(
+    q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, shape: HeadShape, query_heads: int | None = None
+) -> UpdateInputs:
+    """Return q, k and v by head; k and v get an axis n after T if there are several Householder steps."""
+    _, H, HV, _, _, n = shape
+    q = rearrange(q_BTC, "b t (h k) -> b t h k", h=query_heads or H)
+    if n == 1:
+        k, v = rearrange(k_BTC, "b t (h k) -> b t h k", h=H), rearrange(v_BTC, "b t (h v) -> b t h v", h=HV)
+    else:
+        k = rearrange(k_BTC, "b t (n h k) -> b t n h k", n=n, h=H)
+        v = rearrange(v_BTC, "b t (n h v) -> b t n h v", n=n, h=HV)
+    return UpdateInputs(q, k, v)
 
 
 class ShareKeyValues(OperandPart):

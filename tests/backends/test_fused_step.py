@@ -371,8 +371,8 @@ def test_the_kernels_compile_for_hopper_without_spills(name, monkeypatch):
     for dtype, options in ((torch.bfloat16, ("slots",)), (torch.float32, OPTIONS["all"])):
         arguments = draw(step, options, dtype=dtype, device="cpu")
         fused.fused_decode_step_(step, **arguments)
-    shares = step.taps > 1 and step.H < step.HV
-    assert [kernel for kernel, _ in compiler.compiled] == 2 * ["fused_step_kernel", *["push_kernel"] * shares]
+    shares = step.taps > 0 and step.H < step.HV
+    assert [kernel for kernel, _ in compiler.compiled] == 2 * [*["convolve_step_kernel"] * shares, "fused_step_kernel"]
     # small enough for several programs per SM
     assert all(kernel.metadata.shared <= 2**15 for _, kernel in compiler.compiled)
     assert not any("LDL" in disassemble(kernel.asm["cubin"]) for _, kernel in compiler.compiled)
@@ -450,7 +450,7 @@ def test_a_fused_mixer_decodes_like_the_unfused_one(name):
     assert record.kernels["fused_step_kernel"] == 5
     assert "decode_kernel" not in record.kernels
     shares = mixer.project.conv is not None and mixer.update.shape.heads < mixer.update.shape.value_heads
-    assert record.kernels.get("push_kernel", 0) == (5 if shares else 0)
+    assert record.kernels.get("convolve_step_kernel", 0) == (5 if shares else 0)
     assert "5 x triton: fused step" in str(record)
     remaining = [type(part).__name__ for part in mixer.decode_fusion().remaining]
     assert remaining == REMAINING.get(name, [])

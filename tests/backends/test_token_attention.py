@@ -74,7 +74,7 @@ def test_the_operator_passes_opcheck():
     H = 4
     arguments = (
         draw(B, (H + 2 * G) * E, seed=0), None, None, None, draw(B, S, G, E, seed=1), draw(B, S, G, E, seed=2),
-        torch.tensor([3, 9], device=DEVICE), 6, 1e4, [], 0.0, SCALE,
+        torch.tensor([3, 9], device=DEVICE), None, 6, 1e4, [], 0.0, SCALE,
     )  # fmt: skip
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_attend_token_.default, arguments, test_utils=tests)

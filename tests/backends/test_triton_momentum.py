@@ -12,14 +12,16 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import momentum as module
 from deltazoo.backends.ops.momentum import momentum_step_
-from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumToken
+from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumSaved, MomentumToken
 from deltazoo.backends.triton.momentum import launch
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.parts.memory.momentum import MomentumInputs, momentum_delta_rule
 
 H = 2
 EXACT = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter has no products in bfloat16
-KERNELS = {f"momentum_{name}_kernel": 1 for name in ("inverse", "scan", "states", "reverse", "gradients", "squares")}
+KERNELS = {
+    f"momentum_{name}_kernel": 1 for name in ("prepare", "scan", "states", "reverse", "pairs", "gradients", "gates")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -101,14 +103,14 @@ def test_a_decode_step_is_one_launch_and_equals_the_chunks():
 def test_compiled_kernels_without_an_initial_state_have_no_known_fault(monkeypatch):
     G, C, K, V, N = 4, 64, 64, 64, 2
     q, v = (torch.empty(G, C, H, width, dtype=torch.bfloat16) for width in (K, V))
-    square, gates, state = torch.empty(G, H, C, C), torch.empty(G, H, 6, C), torch.empty(N, H, 2, K, V)
-    half = square.bfloat16()
-    x = MomentumOperands(q, q, v, square, square, gates, None, torch.tensor([0, 2, 4], dtype=torch.int32))
+    gate, state = torch.empty(G, C, H), torch.empty(N, H, 2, K, V)
+    square, gates = torch.empty(G, H, C, C, dtype=torch.bfloat16), torch.empty(G, H, 6, C)
+    x = MomentumOperands(q, q, v, gate, gate, gate, gate, None, torch.tensor([0, 2, 4], dtype=torch.int32))
     compiler = Compiler(all=True)
     monkeypatch.setattr(launch, "launcher", compiler)
-    launch.forward(x, v, state, half, half, v)
-    x = x._replace(system=half, scores=half)
-    launch.backward(x, v, v, state, out=[q, q, v, square, square, gates, state], scratch=2**20)
+    launch.forward(x, v, state, square, square, gates, v)
+    out = [q, q, v, gate, gate, gate, gate, state]
+    launch.backward(x, MomentumSaved(square, square, gates, v), v, state, out=out, scratch=2**20)
     assert {name for name, _ in compiler.compiled} == set(KERNELS)
     for _, compiled in compiler.compiled:
         text = disassemble(compiled.asm["cubin"])

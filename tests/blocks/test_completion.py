@@ -42,7 +42,7 @@ def test_pieces_add_up_to_the_bytes_of_generate(model):
 
 def test_multi_byte_characters_are_not_split(model, monkeypatch):
     generated = [torch.tensor([byte]) for byte in "é€😀".encode() + b"\xff\xf0"]
-    monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args: iter(generated))
+    monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args, speculate: iter(generated))
     pieces = []
     assert generate(model, "x", on_text=pieces.append).text == "é€😀\ufffd\ufffd"
     assert pieces == ["é", "€", "😀", "\ufffd", "\ufffd"]
@@ -85,7 +85,7 @@ def test_an_empty_prompt_and_a_small_vocabulary_are_refused(model):
 def test_sampled_ids_above_255_are_reported(monkeypatch, caplog):
     model = SPEC.model_copy(update={"vocab": 300}).build(backend="reference")
     generated = [torch.tensor([token]) for token in (65, 299, 256, 66)]
-    monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args: iter(generated))
+    monkeypatch.setattr("deltazoo.blocks.generation.completion.stream", lambda *args, speculate: iter(generated))
     assert generate(model, "x").text == "A\ufffd\ufffdB"
     (record,) = caplog.records
     assert record.getMessage().startswith(

@@ -116,6 +116,16 @@ def test_sampled_tokens_are_those_of_generate_tokens_with_the_same_seed(model, e
         assert request.tokens == alone(model, request.prompt, request.sampling), request.sampling
 
 
+def test_the_penalty_does_not_count_draws_before_the_end_of_the_prompt(model):
+    """A piece of a prompt may end in the step that draws the first token of another one."""
+    penalized = Sampling(temperature=0, repetition_penalty=5.0, max_tokens=9)
+    engine = make(model)
+    requests = [engine.submit(draw(20, n), penalized) for n in range(12)]
+    run(engine)
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, penalized)
+
+
 def test_log_probabilities_are_those_of_the_forward_pass(model, engine):
     request = engine.submit(draw(6), Sampling(temperature=0.9, seed=3, max_tokens=4, logprobs=3))
     only_chosen = engine.submit(draw(5, 2), Sampling(temperature=0, max_tokens=2, logprobs=0))
@@ -355,7 +365,7 @@ def test_memory_does_not_grow_with_the_number_of_requests(model):
 @pytest.mark.parametrize(
     ("error", "sentence", "prompt", "sampling"),
     [
-        (StateError, "a slot holds 200 tokens.*the request needs 204", [1] * 195, Sampling(max_tokens=10)),
+        (StateError, "at most 832 tokens of a request, but it needs 836", [1] * 827, Sampling(max_tokens=10)),
         (ValueRangeError, "at least one token, got none", [], None),
         (ValueRangeError, r"integers in \[0, 29\), got 29", [1, 29], None),
         (ValueRangeError, "seed must be a number or None", [1], Sampling(seed=(1,))),

@@ -23,3 +23,13 @@ def test_rows_have_the_figures_of_each_load():
     text = benchmark.markdown()
     assert "3 slots, prompts of up to 16" in text
     assert text.count("\n| ") == 4
+
+
+def test_rows_of_an_engine_with_drafts_have_the_tokens_per_pass():
+    config = ServeBenchConfig(loads=(2,), requests=3, slots=2, prompt=16, output=16, speculate=2)
+    benchmark = bench_serve("tiny", SPEC, config)
+    (row,) = benchmark.rows
+    assert 1 <= row.tokens_per_pass <= 3
+    text = benchmark.markdown()
+    assert "2 drafts per step, greedy" in text
+    assert f"| {row.tokens_per_pass:.2f} |" in text

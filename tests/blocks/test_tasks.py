@@ -39,7 +39,7 @@ def test_a_loaded_model_has_the_validation_figure_of_its_training(trained, text_
     model = deltazoo.load(folder, backend="reference")
     evaluation = deltazoo.evaluate(model)  # by default on the held-out part of the run's text, with the run's windows
     assert evaluation.bits_per_byte == pytest.approx(training.validation_bits, rel=1e-5)
-    assert evaluation.bytes == 72
+    assert evaluation.tokens == 72
     assert evaluation.source == training.source == str(text_file)
     assert evaluation == deltazoo.evaluate(model, text_file, length=12, batch=2, batches=3)
     assert evaluation.line().endswith(f"on 72 held-out bytes of {text_file} (the text of the run)")
@@ -81,7 +81,7 @@ def test_evaluation_of_zero_batches_covers_the_validation_part(trained, text_fil
         with torch.no_grad():
             logits, _ = model(window[:, :-1])
         bits.append(float(torch.nn.functional.cross_entropy(logits[0], window[0, 1:])) / math.log(2))
-    assert evaluation.bytes == 100 * len(bits)
+    assert evaluation.tokens == 100 * len(bits)
     assert evaluation.bits_per_byte == pytest.approx(sum(bits) / len(bits), rel=1e-5)
     assert not model.training
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ import deltazoo
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.progress import silent
 from deltazoo.blocks.checkpoints.sharded import saved_steps
+from deltazoo.blocks.data.shards import open_shards
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import DataConfig
@@ -23,6 +25,7 @@ from deltazoo.blocks.training.run import Run
 from deltazoo.blocks.training.source import Place, Rows, ShardSource, open_source
 from deltazoo.blocks.training.step import Stepper
 from deltazoo.blocks.training.tasks import resume
+from deltazoo.blocks.training.watching import recurrent_statistics
 
 CONFIG = training_cases.changed(
     training_cases.CONFIG, steps=4, batch__rows=4, batch__length=16, schedule__warmup=0, evaluation__every=2,
@@ -70,8 +73,38 @@ def test_a_run_on_shards_resumes_bit_for_bit_and_refuses_changed_data(sums, tmp_
     write_shards([tmp_path / "new.jsonl"], tmp_path / "new", config, 1)
     with pytest.raises(ConfigError, match="have changed since the run was trained on them"):
         resume(tmp_path / "whole", tmp_path / "new", changes={"steps": 6})
-    with pytest.raises(ConfigError, match="trained on encoded data"):
-        deltazoo.evaluate(deltazoo.load(tmp_path / "whole"))
+    model = deltazoo.load(tmp_path / "whole", backend="reference")
+    evaluation = deltazoo.evaluate(model)
+    assert evaluation.bits_per_token == pytest.approx(whole.validation_bits, rel=1e-6)
+    assert (evaluation.is_text_of_run, evaluation.bits_per_byte) == (True, None)
+    assert not deltazoo.evaluate(model, tmp_path / "new").is_text_of_run
+
+
+def test_evaluation_on_documents_covers_them_and_counts_bytes(text, tmp_path):
+    lines = text.read_text().splitlines()
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    write_shards([tmp_path / "lines.jsonl"], tmp_path / "lines", ShardConfig(tokenizer="bytes", held_out=0.05), 1)
+    model = SPEC.build("reference").eval()
+    shards = open_shards(tmp_path / "lines", "validation")
+    row = deltazoo.evaluate(model, tmp_path / "lines", length=shards.positions, batch=1, batches=0)
+    total = 0.0
+    with torch.no_grad():
+        for number in range(shards.documents):
+            tokens = torch.from_numpy(shards.document(number))[None]
+            total += float(model.token_losses(tokens[:, :-1], tokens[:, 1:]).sum())
+    assert row.bits_per_token == pytest.approx(total / shards.positions / math.log(2), rel=1e-6)
+    evaluation = deltazoo.evaluate(model, tmp_path / "lines", length=32, batch=2, batches=0)  # rows end documents
+    assert evaluation.tokens == row.tokens == shards.positions
+    assert evaluation.bits_per_token == pytest.approx(row.bits_per_token, rel=2e-2)
+    assert evaluation.bits_per_byte == pytest.approx(
+        evaluation.bits_per_token * evaluation.tokens / shards.text_bytes, rel=1e-12
+    )
+    assert " per byte, on " in evaluation.line()
+    write_shards([tmp_path / "lines.jsonl"], tmp_path / "all", ShardConfig(tokenizer="bytes"), 1)
+    with pytest.raises(
+        ConfigError, match=f"^{tmp_path / 'all'} has no held-out documents: encode them with --held-out"
+    ):
+        train(tmp_path / "all", CONFIG)
 
 
 def test_only_answers_have_a_loss_and_accumulated_steps_equal_one_pass(sums, tmp_path):
@@ -114,12 +147,24 @@ def test_muon_updates_the_matrices_of_layers_only_and_resumes(text, tmp_path):
     train(text, config, tmp_path / "parts", until=1)
     assert resume(tmp_path / "parts", progress=silent).validation_bits == whole.validation_bits
     optimizer = Optimizer(SPEC.build("reference"), config.optimizer, sharded=False)
-    muon = {id(x) for group in optimizer.parts[1].param_groups for x in group["params"]}
-    names = {weight.name for weight in optimizer.weights if id(weight.updated) in muon}
+    muon = [part for part in optimizer.parts if isinstance(part.optimizer, torch.optim.Muon)]
+    names = {weight.name for part in muon for weight in part.weights}
     assert "stack.layers.0.mlp.out.weight" in names
     assert not [name for name in names if "embedding" in name or "norm" in name or "conv" in name]
     with pytest.raises(ConfigError, match=r"optimizer\.name muon needs whole matrices"):
         Optimizer(SPEC.build("reference"), config.optimizer, sharded=True)
+
+
+def test_weights_that_are_updated_in_parts_equal_those_of_one_update(text, tmp_path, monkeypatch):
+    config = changed(precision="bfloat16")
+    train(text, config, tmp_path / "whole")
+    monkeypatch.setattr("deltazoo.blocks.training.optimizer._AT_ONCE", 300)
+    model = SPEC.build("reference").bfloat16()
+    assert 4 < len(Optimizer(model, config.optimizer, sharded=False).parts) < len(list(model.parameters()))
+    train(text, config, tmp_path / "parts", until=2)
+    resume(tmp_path / "parts", progress=silent)
+    expected, actual = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(actual[name], weight) for name, weight in expected.items())
 
 
 def test_rates_scale_the_steps_of_the_named_parameters(text, tmp_path):
@@ -234,3 +279,44 @@ def test_what_would_fail_later_fails_before_the_first_step(sums, text, tmp_path,
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
     with pytest.raises(ConfigError, match="vocab must be at least 256 to train on these data, got 100"):
         train(sums, CONFIG, spec=small)
+
+
+def test_tensorboard_gets_every_figure_of_a_point(text, tmp_path):
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    training = train(text, changed(logging__tensorboard=True, logging__groups=True), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    losses = {event.step: event.value for event in events.Scalars("validation_bits")}
+    assert losses == pytest.approx({point.step: point.validation_bits for point in training.points})
+    assert events.Scalars("gradient_norms/layer 1")[-1].value == pytest.approx(
+        training.points[-1].gradient_norms["layer 1"]
+    )
+
+
+def test_without_tensorboard_a_run_that_wants_it_is_refused_in_a_sentence(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(
+        ConfigError, match=r"^logging\.tensorboard needs the package tensorboard: pip install tensorboard$"
+    ):
+        train(text, changed(logging__tensorboard=True), tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == []
+
+
+def test_watched_statistics_are_those_of_the_gates_and_states():
+    torch.manual_seed(0)
+    model, tokens = SPEC.build("reference").double(), torch.randint(256, (2, 12))
+    layer = model.stack.layers[0]
+    gate = layer.mixers[0].operands.decay
+    with torch.no_grad():
+        gate.proj.weight.mul_(20)  # decays from 0 to 1
+        rate = torch.nn.functional.softplus(gate.proj(layer.norm(model.embedding(tokens))) + gate.dt_bias)
+        decay = (-gate.A_log.exp() * rate).exp()
+        state = model.features(tokens, model.init_state(2, 12))[1].layers[0][0]["gated_deltanet.update"]
+    found = recurrent_statistics(model, tokens)["layer 0"]
+    expected = {
+        "decay_mean": decay.mean(), "decay_min": decay.min(), "decay_max": decay.max(),
+        "forgets": (decay < 0.5).double().mean(), "state_rms": state.square().mean().sqrt(),
+    }  # fmt: skip
+    assert 0 < float(expected["forgets"]) < 1
+    assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)

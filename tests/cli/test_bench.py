@@ -551,6 +551,8 @@ def test_bench_of_layers_times_each_direction(ok, tmp_path, monkeypatch):
         (("--layer", "gla", "--shape", "cpu"), "'B=4 T=1000', got cpu"),
         (("--layer", "gla", "--width", "0"), "width must be at least 1, got 0"),
         (("--peer", "fla"), "without --layer, bench does not take --peer"),
+        (("--speculate", 2), "--serve, --loads and --speculate need --model"),
+        (("--model", "hybrid-tiny", "--speculate", 2), "without --serve, bench does not take --speculate"),
         (("--model", "gated-deltanet-small", "--layer", "gla"), "--model does not take --layer"),
     ],
 )

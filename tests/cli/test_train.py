@@ -327,5 +327,14 @@ def test_generate_continues_a_file_of_prompts(ok, run, folder, tmp_path):
     assert (result["completed"], result["tokens"]) == (2, 10)
     assert {json.loads(line)["id"] for line in out.read_text().splitlines()} == {0, "b"}
     assert "2 were done before" in ok("generate", folder, *options).err
+    drafts = ("--speculate", 3, "--max-tokens", 40, "--temperature", 0)
+    other = ok("generate", folder, *options, "--out", tmp_path / "other.jsonl", *drafts, "--json").json
+    assert other["tokens_per_pass"] >= 1
+    texts = {x["id"]: x["text"] for x in map(json.loads, (tmp_path / "other.jsonl").read_text().splitlines())}
+    plain = ("generate", folder, "--max-tokens", 40, "--temperature", 0, "--json")
+    for prompt, id in (("9 green", 0), ("1 g", "b")):
+        lone = ok(*plain, "--prompt", prompt).json["text"]
+        assert ok(*plain, "--prompt", prompt, "--speculate", 3).json["text"] == lone
+        assert lone.startswith(texts[id])
     assert run("generate", folder, "--prompts", prompts).code == 2
     assert run("generate", folder, *options, "--prompt", "a").code == 2

@@ -1,5 +1,6 @@
 """The table of linear maps in docs/integrations.md names those of every mixer."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -21,10 +22,8 @@ def rows() -> list[str]:
         with torch.device("meta"):
             mixer = parse({"mixer": name}).build(256, Place(1, 2), backend="reference")
         maps = [path for path, module in mixer.named_modules() if isinstance(module, nn.Linear)]
-        if name == "mom":  # its memories are mixers, by default gated_deltanet
-            maps = [
-                path.replace("memories.0", "memories.N") for path in maps if path.startswith(("memories.0", "shared"))
-            ]
+        if name == "mom":  # its memories have maps of their own
+            maps = list(dict.fromkeys(re.sub(r"\.\d$", ".N", path) for path in maps))
         table.append(f"| `{name}` | {', '.join(f'`{path}`' for path in maps)} |")
     return table
 

@@ -5,16 +5,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update import registry
 from deltazoo.mixers import Context, GatedDeltaNet, LinearAttention, MixerConfig, MoM, parse
 from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import can_group
-from deltazoo.mixers.mom import MoMMixer, Router
+from deltazoo.mixers.core.state import snapshot
+from deltazoo.mixers.mom import JointMoMMixer, MoMMixer, Router
 
 WIDTH, T = 24, 9
 GROUPED = (
@@ -25,7 +28,8 @@ GROUPED = (
 
 def build(memory: MixerConfig, **fields: object) -> MoMMixer:
     torch.manual_seed(0)
-    config = MoM(memory=memory, **{"memories": 4, "active": 2, "balance": 0.0, "z": 0.0, **fields})
+    fields = {"memories": 4, "active": 2, "balance": 0.0, "z": 0.0, "sharing": "none", **fields}
+    config = MoM(memory=memory, **fields)
     mixer = config.build(WIDTH, backend="reference").double()
     with torch.no_grad():
         mixer.router.weight.normal_()
@@ -66,6 +70,81 @@ def test_mixture_of_any_mixer_equals_a_loop_over_tokens(memory: MixerConfig) -> 
         if left is not None or right is not None:
             left, right = (torch.zeros_like(other) if z is None else z for z, other in ((left, right), (right, left)))
             torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
+
+
+def joint_by_tokens(mixer: JointMoMMixer, x: Tensor) -> Tensor:
+    """The source's layer with Gated DeltaNet, one token at a time, with the state and convolution of each memory."""
+    joint, (_, H, _, K, V, _) = mixer.joint, mixer.joint.shape
+    beta_map, decay_map, decay = joint.gates["beta"], joint.gates["decay"], joint.operands["decay"]
+    one_map = joint.sizes.one_map
+    taps = torch.cat([joint.convs["q"].conv.weight, joint.convs["kv"].conv.weight])
+    rows = []
+    for b in range(x.shape[0]):
+        S = [x.new_zeros(H, K, V) for _ in range(joint.sizes.total)]
+        history = [[x.new_zeros(len(taps))] * 3 for _ in S]
+        for token in x[b]:
+            p = torch.softmax(mixer.router.weight @ token, 0)
+            chosen = sorted(range(len(p)), key=lambda m: -float(p[m].detach()))[: mixer.router.active]
+            weight = {m: p[m] / sum(p[i] for i in chosen) for m in chosen} | {len(p): 1.0}
+            mixture = 0.0
+            for m, w in weight.items():
+                own = 0 if one_map else m
+                window = [*history[m], torch.cat([joint.to_q(token), joint.to_kv[own](token)])]
+                history[m] = window[1:]
+                q, k, v = F.silu((torch.stack(window, 1) * taps).sum(1)).split([H * K, H * K, H * V])
+                q, k = (y * (y.square().sum(1, keepdim=True) + 1e-6).rsqrt() for y in (q.view(H, K), k.view(H, K)))
+                beta = torch.sigmoid(beta_map[own](token))[:, None]
+                raw = decay_map[own](token) + decay.dt_bias
+                S[m] = torch.exp(-decay.A_log.exp() * F.softplus(raw))[:, None, None] * S[m]
+                error = v.view(H, V) - torch.einsum("hkv,hk->hv", S[m], k)
+                S[m] = S[m] + torch.einsum("hk,hv->hkv", k, beta * error)
+                mixture = mixture + w * torch.einsum("hkv,hk->hv", S[m], q) * K**-0.5
+            norm = mixture * (mixture.square().mean(1, keepdim=True) + 1e-5).rsqrt() * joint.outputs["norm"].weight
+            rows.append(joint.out((norm * F.silu(joint.outputs["gate"].proj(token).view(H, V))).flatten()))
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("sharing", ["query", "all"])
+def test_joint_memories_equal_the_source_token_by_token(sharing: str) -> None:
+    mixer = build(GatedDeltaNet(heads=2, key_width=4, value_width=3), sharing=sharing)
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    y, expected = mixer(x)[0], joint_by_tokens(mixer, x)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-11)
+    leaves, weight = [x, *mixer.parameters()], torch.randn_like(x)
+    ours, theirs = (torch.autograd.grad((z * weight).sum(), leaves) for z in (y, expected))
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "longhorn", "gated_deltaproduct"])
+def test_joint_memories_continue_from_any_piece_and_layout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = build(config_class(name)(heads=2, key_width=4), sharing="query")
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        whole = mixer(x)[0]
+        state = mixer.init_state(2)
+        pieces = [mixer(piece, state)[0] for piece in x.split([4, 1, 1, T - 6], 1)]
+        assert_same(torch.cat(pieces, 1), whole)
+        padded = torch.cat([torch.full_like(x[:, :3], 1e3), x], 1)
+        mask = (torch.arange(T + 3) >= 3).expand(2, -1)
+        pack = Context(cu_seqlens=torch.tensor([0, T, T, 2 * T], dtype=torch.int32))
+        assert_same(mixer(x.view(1, -1, WIDTH), None, pack)[0].view_as(x), whole)
+        state = snapshot(mixer(x[:, :5], mixer.init_state(2))[1])
+        stepped = mixer(x[:, 5:6], snapshot(state), Context(mask=torch.tensor([[True], [False]])))
+        assert_same(stepped.y[0], whole[0, 5:6])
+        assert all(torch.equal(stepped.state[name][1], state[name][1]) for name in state)
+        for packs in (True, False):
+            monkeypatch.setattr(type(mixer.joint), "_takes_packs", lambda *_, packs=packs: packs)
+            assert_same(mixer(x)[0], whole)
+            assert_same(mixer(padded, None, Context(mask=mask))[0][:, 3:], whole)
+            assert mixer(x[:0])[0].shape == (0, T, WIDTH) or packs
+
+
+def test_memories_that_cannot_share_are_complete_or_refused() -> None:
+    assert isinstance(MoM(memory=LinearAttention(heads=1)).build(WIDTH), MoMMixer)
+    assert isinstance(MoM(memory=GatedDeltaNet(heads=1)).build(WIDTH), JointMoMMixer)
+    with pytest.raises(ConfigError, match="sharing='query' needs a memory with a matrix state, got attention"):
+        MoM(memory=parse({"mixer": "attention"}), sharing="query").build(WIDTH)
 
 
 def test_mixture_of_any_mixer_is_causal_and_isolated(memory: MixerConfig) -> None:

@@ -1,17 +1,23 @@
 """Run `deltazoo train` in several gloo processes, with a fault that a process injects into itself.
 
 DELTAZOO_FAULT is "rank:step:what": before that step the process with this rank kills itself, hangs, receives a signal,
-fills its disk, or gets NaN as its loss. Without it `run` is the plain command.
+fills its disk, or gets NaN as its loss. With what = "write", "digest", "complete" or "rename" it kills itself while it
+writes its checkpoint number `step`: after the tensors, before a digest, before the folder gets its name, right after.
+DELTAZOO_ROWS names a folder: each process appends the digests of the rows that it reads, see `rows_read`. Without both
+`run` is the plain command.
 """
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 STACK = (
     "{width: 16, depth: 2, vocab: 256, mlp: {width: 16},"
@@ -69,8 +75,78 @@ def main() -> None:
     launch.launch = launch_this_file
     rank, step, what = (os.environ.get("DELTAZOO_FAULT") or "-1:0:").split(":")
     if os.environ.get("RANK", "0") == rank:
-        _inject(int(step), what)
+        if what in _WRITING:
+            _kill_in_write(int(step), what)
+        else:
+            _inject(int(step), what)
+    if os.environ.get("DELTAZOO_ROWS"):
+        _record_rows(Path(os.environ["DELTAZOO_ROWS"]) / f"{os.getpid()}.jsonl")
     command()
+
+
+def rows_read(folder: Path) -> dict[tuple[int, int], set[str]]:
+    """Return the digests of all readings of each row by step and index in the step, over all processes."""
+    rows: dict[tuple[int, int], set[str]] = {}
+    for file in folder.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            with suppress(json.JSONDecodeError):  # the last line of a process that was killed
+                step, first, digests = json.loads(line)
+                for n, digest in enumerate(digests):
+                    rows.setdefault((step, first + n), set()).add(digest)
+    return rows
+
+
+def _record_rows(path: Path) -> None:
+    from deltazoo.blocks.training.source import Rows, ShardSource
+
+    rows, begin = ShardSource.rows, ShardSource.begin
+    places: list[Any] = []
+
+    def begin_at(source: ShardSource, config: Any, place: Any, state: Any) -> None:
+        places.append(place)
+        begin(source, config, place, state)
+
+    def record(source: ShardSource, step: int, index: int) -> Rows:
+        found, place = rows(source, step, index), places[-1]
+        pairs = zip(found.tokens, found.targets, strict=True)
+        digests = [hashlib.sha1(x.numpy().tobytes() + y.numpy().tobytes()).hexdigest() for x, y in pairs]
+        with path.open("a") as file:
+            file.write(json.dumps([step, (index * place.ranks + place.rank) * place.rows, digests]) + "\n")
+        return found
+
+    ShardSource.rows, ShardSource.begin = record, begin_at
+
+
+_WRITING = ("write", "digest", "complete", "rename")
+
+
+def _kill_in_write(number: int, what: str) -> None:
+    from deltazoo.blocks.checkpoints import sharded
+
+    def die(place: str) -> None:
+        if number < 0 and what == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_before(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def dying(*arguments: Any) -> Any:
+            die(place)
+            return call(*arguments)
+
+        return dying
+
+    write_data = sharded._Writer.write_data
+
+    def write_and_die(writer: Any, plan: Any, planner: Any) -> Any:
+        nonlocal number
+        number -= 1
+        written = write_data(writer, plan, planner)
+        die("write")
+        return written
+
+    sharded._Writer.write_data = write_and_die
+    sharded._digest = dying_before("digest", sharded._digest)
+    sharded._complete = dying_before("complete", sharded._complete)
+    sharded.saved_steps = dying_before("rename", sharded.saved_steps)  # called after the folder has got its name
 
 
 def _inject(at: int, what: str) -> None:

@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fsdp_rank import expected_gradients, run_fsdp_rank
+from fsdp_rank import batch_of, build_model, expected_gradients, run_fsdp_rank
+from gpu_rank import run_gpu_rank
 from ranks import Case, errors_of, random_case, worst_errors
 from small_configs import WIDTH, ZOO, small
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.context_parallel.carry import incoming_gradients, incoming_matrices
 from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.io.errors import OperandError, ShapeError, UnsupportedError, ValueRangeError
-from deltazoo.blocks.parallel.context import ContextParallel
+from deltazoo.blocks.parallel.context import ContextParallel, Layout
 from deltazoo.mixers.core.mixer import Context
 
 EXACT = 1e-10
@@ -60,6 +60,20 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert_exact(worst_errors(2, tmp_path, configs, WIDTH, CASES))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_decoding_continues_a_split_prompt(layout: Layout, mesh: DeviceMesh) -> None:
+    model = build_model().eval()
+    prompt, last = batch_of(0)[0][:, :-1], batch_of(0)[0][:, -1:]
+    batch = ContextParallel(mesh, layout).plan(*prompt.shape)
+    with torch.no_grad():
+        expected, state = model(prompt, model.init_state(2, 16))
+        expected_next, _ = model(last, state)
+        logits, state = model(batch.shard(prompt), model.init_state(2, 16), batch.context)
+        actual_next, _ = model(last, state)
+    torch.testing.assert_close(batch.gather(logits), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual_next, expected_next, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_mixers_that_do_not_split_say_why(name: str) -> None:
     cut = Cut((0, 4, 8), (0, 1))
@@ -80,30 +94,14 @@ def test_plan_of_a_document_across_three_pieces() -> None:
     plans = [make_plan(documents, cut, rank, 3, "", 3, "cpu") for rank in range(3)]
     assert [plan.cu_seqlens.tolist() for plan in plans] == [[0, 3, 3, 5], [0, 5, 5, 5], [0, 4, 6, 6]]
     assert [plan.receives.tolist() for plan in plans] == [[False], [True], [True]]
-    assert [plan.continues.tolist() for plan in plans] == [[True], [True], [False]]
+    none = [0] * 4  # a number of pieces, and their indices, for each of three segments
+    before = [none] * 3, [[1, 0, 0, 0], none, none], [[2, 0, 1, 0], none, none]
+    after = [none, none, [2, 2, 1, 0]], [[1, 2, 0, 0], none, none], [none] * 3
+    assert [plan.before.tolist() for plan in plans] == [*map(list, before)]
+    assert [plan.after.tolist() for plan in plans] == [*map(list, after)]
     assert plans[0].joins.tolist() == [False, True, False]
     assert [plan.distance.tolist() for plan in plans] == [[[-1, -1, -1]], [[0, -1, -1]], [[5, 0, -1]]]
     assert plans[2].positions.tolist() == [[7, 8, 9, 10, 0, 1]]
-
-
-def test_matrices_of_four_pieces_combine_like_their_recurrence(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
-    G, HV, K, V = 4, 2, 3, 5
-    documents, cut = [0, 5, 18, 20], Cut((0, 4, 8, 12, 20), (0, 0, 0, 0))  # the second document covers piece 2
-    links = make_plan(documents, cut, 0, 1, mesh.get_group().group_name, 3, "cpu").links
-    total = torch.randn(G, HV, V + K, K, dtype=torch.float64)
-    leaves = total[:, :, :V].clone().requires_grad_()
-    state = torch.zeros(HV, V, K, dtype=torch.float64)
-    before = [state]
-    for g in range(G - 1):
-        state = leaves[g] + links.joins[g] * (state @ total[g, :, V:])
-        before.append(state)
-    states, maps = incoming_matrices(total, V, links)
-    torch.testing.assert_close(states, torch.stack(before))
-    own = torch.randn(G, HV, V, K, dtype=torch.float64)  # the gradient of the state before each piece that receives one
-    received = links.receives[:, None, None, None]
-    (expected,) = torch.autograd.grad((torch.stack(before) * own * received).sum(), leaves)
-    torch.testing.assert_close(incoming_gradients(own, maps, links), expected)
 
 
 def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
@@ -124,6 +122,17 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
         mixer(torch.zeros(1, 5, WIDTH), None, context)
     with pytest.raises(ShapeError, match="and no cu_seqlens"):
         mixer(torch.zeros(1, 6, WIDTH), None, context._replace(cu_seqlens=None))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag")])
+def test_gpus_equal_one_gpu(ranks: int, layout: Layout, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    mp.spawn(run_gpu_rank, (ranks, layout, str(tmp_path)), nprocs=ranks)
+    for rank in range(ranks):
+        errors = torch.load(tmp_path / f"{rank}.pt")
+        assert not {name: e for name, e in errors.items() if not max(e) < 2e-2}, errors
 
 
 @pytest.mark.parallel

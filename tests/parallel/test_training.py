@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from launched import Ended, prepare, run
+from typer.testing import CliRunner
 
 import deltazoo
 from deltazoo.blocks.checkpoints.sharded import saved_steps, step_folder
 from deltazoo.blocks.parallel.config import ParallelConfig
 from deltazoo.blocks.parallel.ranks import check_sizes
+from deltazoo.cli import app
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 EXACT = 1e-9
@@ -25,8 +27,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder of an uninterrupted run of one process, and the arguments of the command."""
     folder = tmp_path_factory.mktemp("whole")
     arguments = prepare(folder)
-    ended = run([*arguments, "--out", str(folder / "run")])
-    assert ended.code == 0, ended
+    ended = CliRunner().invoke(app, ["train", *arguments, "--out", str(folder / "run")])
+    assert ended.exit_code == 0, ended.output
     return folder / "run", arguments
 
 
@@ -157,6 +159,14 @@ def test_a_fault_of_one_process_is_one_sentence_and_the_last_checkpoint_continue
     assert saved_steps(folder) == [3]
     assert run(["--resume", str(folder)]).code == 0
     assert_equal_runs(folder, expected)
+
+
+@pytest.mark.parallel
+def test_statistics_of_sharded_weights_are_refused_in_one_line(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
+    _, arguments = whole
+    ended = run([*arguments, "--out", str(tmp_path / "run"), "--gpus", "2", "--parallel", "fsdp", "--watch"])
+    assert ended.code == 2
+    assert one_line(ended) == "deltazoo: logging.watch needs whole weights: use parallel.mode ddp, got fsdp"
 
 
 @pytest.mark.parallel

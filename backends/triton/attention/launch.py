@@ -18,7 +18,7 @@ from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-Phase = Literal["forward", "queries", "keys"]
+Phase = Literal["forward", "queries", "keys", "pages"]
 
 SUM_ROWS = 1024  # tokens that a program of the sums adds at once
 _MIN_TILE = 16
@@ -42,6 +42,7 @@ _TUNED = {
     "forward": (AttentionLaunch(64, 64, 4, 2, 128), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(128, 64, 8, 2)),
     "queries": (AttentionLaunch(64, 64, 4, 2, 168), AttentionLaunch(64, 64, 4, 2), AttentionLaunch(128, 32, 8, 2)),
     "keys": (AttentionLaunch(64, 64, 4, 2), AttentionLaunch(32, 64, 4, 3), AttentionLaunch(32, 32, 4, 2)),
+    "pages": (AttentionLaunch(64, 64, 4, 3), AttentionLaunch(64, 64, 4, 3), AttentionLaunch(128, 64, 8, 2)),
 }
 _FLOAT32 = AttentionLaunch(32, 32, 4, 2)
 
@@ -66,7 +67,8 @@ def launch_of(phase: Phase, E: int, dtype: torch.dtype, shared_memory: int) -> A
 def _shared_memory(phase: Phase, launch: AttentionLaunch, E: int, dtype: torch.dtype) -> int:
     """Return an upper bound of the shared memory of a program in bytes: tiles that stay, and two per stage."""
     queries, keys = launch.queries, launch.keys
-    staying, moving = {"forward": (queries, keys), "queries": (2 * queries, keys), "keys": (2 * keys, queries)}[phase]
+    tiles = {"queries": (2 * queries, keys), "keys": (2 * keys, queries)}
+    staying, moving = tiles.get(phase, (queries, keys))
     row = max(16, power_of_two(E)) * dtype.itemsize + 16  # with the numbers per token, in float32
     return (staying + 2 * launch.stages * moving) * row
 
@@ -144,12 +146,13 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
     launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
 
 
-def parts_of(heads: int, slots: int, row_bytes: int, processors: int) -> tuple[int, int]:
+def parts_of(heads: int, slots: int, row_bytes: int, processors: int, page: int = 0) -> tuple[int, int]:
     """Return the keys of a tile of a decode step, and the parts of the keys of a head.
 
-    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels.
+    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels. page: slots that a tile must
+        not exceed; 0: any.
     """
-    tile = max(16, min(64, 16384 // row_bytes))
+    tile = max(16, min(64, page or 64, 16384 // row_bytes))
     programs = _PROGRAMS_PER_PROCESSOR * (2 if row_bytes <= _NARROW else 1) * processors
     return tile, power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, heads), cdiv(slots, 2 * tile))))
 

@@ -24,7 +24,9 @@ class TokenCall(NamedTuple):
 
     Args:
         qkv: [B, C]; its rows may be apart, and those of gate [B, H E]. q_weight, k_weight: [E], of the norms.
-        k, v: the cache [B, S, G, E], and position: the tokens before, [B] int64; all change in place.
+        k, v: the cache [B, S, G, E], or with a table its pages [P, S', G, E], and position: the tokens before, [B]
+            int64; all change in place.
+        table: [B, M] int32, the pages of each row; 0: none.
         pairs: of channels that rotate. theta: base of their frequencies. scaled: fields of `ScaledFrequencies`, or [].
         eps: of the norms. scale: factor on the scores.
     """
@@ -36,6 +38,7 @@ class TokenCall(NamedTuple):
     k: Tensor
     v: Tensor
     position: Tensor
+    table: Tensor | None
     pairs: int
     theta: float
     scaled: list[float]
@@ -67,10 +70,12 @@ def _launch(call: TokenCall, o: Tensor) -> None:
     )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    B, S, G, E = call.k.shape
-    H = o.shape[1] // E
+    B, (S, G, E) = o.shape[0], call.k.shape[1:]
+    H, page = o.shape[1] // E, 0
+    if call.table is not None:
+        S, page = call.table.shape[1] * S, S
     device, width = device_spec(device_of(call.qkv).index), max(16, power_of_two(E))
-    tile, parts = parts_of(B * G, S, width * call.k.dtype.itemsize, device.processors)
+    tile, parts = parts_of(B * G, S, width * call.k.dtype.itemsize, device.processors, page)
     overlap = architecture(device) == "sm90"
     factor, constant, per_pair, per_frequency, amplitude = call.scaled or [1.0, 0.0, 0.0, 0.0, 1.0]
     traits = TokenTraits(
@@ -79,11 +84,12 @@ def _launch(call: TokenCall, o: Tensor) -> None:
         QKV_STRIDE=call.qkv.stride(0), GATE_STRIDE=0 if call.gate is None else call.gate.stride(0),
         PAIRS=call.pairs, LOG_THETA=math.log(call.theta), SCALED=bool(call.scaled), FACTOR=factor,
         CONSTANT=constant, PER_PAIR=per_pair, PER_FREQUENCY=per_frequency, AMPLITUDE=amplitude,
-        NORM=call.q_weight is not None, EPS=call.eps, GATE=call.gate is not None,
+        NORM=call.q_weight is not None, EPS=call.eps, GATE=call.gate is not None, PAGE=page,
     )  # fmt: skip
     partial, lse = (o.new_empty(B, H, parts, *shape, dtype=torch.float32) for shape in ((E,), ()))
     tensors = {
         "qkv": call.qkv, "k": call.k, "v": call.v, "gate": call.gate, "position": call.position, "o": o,
+        "table": call.table,
         "q_weight": None if call.q_weight is None else ready(call.q_weight),
         "k_weight": None if call.k_weight is None else ready(call.k_weight), "partial": partial, "lse": lse,
     }  # fmt: skip
@@ -101,7 +107,7 @@ def _fake(*arguments: object) -> Tensor:
 
 attend_token = operator(
     "triton_attend_token_(Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor? gate, Tensor(a!) k, Tensor(b!) v,"
-    " Tensor(c!) position, int pairs, float theta, float[] scaled, float eps, float scale) -> Tensor",
+    " Tensor(c!) position, Tensor? table, int pairs, float theta, float[] scaled, float eps, float scale) -> Tensor",
     _attend,
     compiled_ahead(_attend, _fake),
     any_layout=True,

@@ -6,6 +6,8 @@ small.
 B batch, T time, N sequences, H key heads, HV value heads, K key width, V value width, C chunk
 """
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -43,8 +45,8 @@ class Scratch(NamedTuple):
     spare: Tensor | None = None
 
     @classmethod
-    def empty(cls, x: ScanOperands, plan: Plan, d: Gradients) -> "Scratch":
-        """Allocate the buffers that a plan uses."""
+    def empty(cls, x: ScanOperands, plan: Plan, d: Gradients, given: Collection[str] = ()) -> "Scratch":
+        """Allocate the buffers that a plan uses. Args: given: names of those that exist."""
         p, C, windows, dtype = plan.problem, plan.config.chunk, plan.windows, plan.problem.saved_dtype
         if windows is None:
             return cls(spare=empty(x.q, p.N, 128, p.H, p.K, dtype=dtype))
@@ -53,8 +55,12 @@ class Scratch(NamedTuple):
         in_gradients = d.log_decay if windows.states_in_gradients else None
         partial = (3 if p.erase_key else 2, slots, C, windows.programs, p.K)
         return cls(
-            states=empty(x.q, *states, dtype=dtype) if in_gradients is None else in_gradients.view(dtype),
-            v_new=empty(x.q, *values, dtype=dtype) if p.delta else None,
+            states=None
+            if "states" in given
+            else empty(x.q, *states, dtype=dtype)
+            if in_gradients is None
+            else in_gradients.view(dtype),
+            v_new=empty(x.q, *values, dtype=dtype) if p.delta and "v_new" not in given else None,
             dstates=None if sweep else empty(x.q, *states, dtype=dtype) if in_gradients is None else d.q,
             dstates_high=None if in_gradients is None else d.k,
             du=empty(x.q, *values, dtype=dtype) if p.stores_du and not sweep else d.v,
@@ -69,11 +75,11 @@ def backward(
     d_o: Tensor,
     d_final: Tensor | None,
     plan: Plan,
-    ends: Tensor | None = None,
+    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Gradients:
     """Launch the backward of a plan. Returns: the gradients of the operands.
 
-    Args: d_final: None is zero. ends: the contributions and maps of the segments, of a plan that does not compute them.
+    Args: d_final: None is zero. given: tensors that the plan does not compute, by their names in `Tensors`.
     """
     x, p, sums = kind.with_write(operands), plan.problem, plan.sums
     assert sums is not None
@@ -88,18 +94,17 @@ def backward(
         _ = d_state.zero_() if d_final is None else d_state.copy_(d_final)
     slots = p.slots(plan.config.chunk)
     sum_slots = 0 if p.dplr else slots  # DPLR has no gradients of gates
-    starts, own_ends = segment_states(x.q, p, plan.windows.slots if plan.windows else slots, plan.segment_chunks)
+    starts, ends = segment_states(x.q, p, plan.windows.slots if plan.windows else slots, plan.segment_chunks)
     # that of a fixed decay is the sum over all tokens of one per token
     d_log_decay = empty(x.q, *x.v.shape[:3]) if p.decay == "fixed" else d.log_decay
     tensors = tensors_of(x, saved.prepared)._replace(
-        **Scratch.empty(x, plan, d)._asdict(), checkpoints=saved.checkpoints, starts=starts,
-        ends=own_ends if ends is None else ends,
+        **Scratch.empty(x, plan, d, given)._asdict(), checkpoints=saved.checkpoints, starts=starts, ends=ends,
         initial=None if is_zero else d_state, do=d_o, dstate=d_state,
         dgates=empty(x.q, sums.tiles, sum_slots, p.HV, 4 if p.gates_before else 3, plan.config.chunk),
         state_products=empty(x.q, sums.tiles, slots, p.HV),
         dq=d.q, dk=d.k, de=d.e, dv_key=d.v_key, dv=d.v, dlog_decay=d_log_decay, db=d.b, dw=d.w,
     )  # fmt: skip
-    execute(plan.backward, plan, kind.scale, tensors)
+    execute(plan.backward, plan, kind.scale, tensors._replace(**given))
     if d_log_decay is not None and p.decay == "fixed":
         torch.sum(d_log_decay, (0, 1), out=d.log_decay)
     return d

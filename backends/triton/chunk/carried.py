@@ -4,10 +4,10 @@ The segments of a segment-parallel scan do not depend on the state before the se
 lies between the segments and their combination:
 
     forward:   prepare, segment ends, total  |  exchange  |  combine, scan
-    backward:  segment gradients, total backward  |  exchange  |  the backward of an ordinary update
+    backward:  segment gradients, total backward  |  exchange, recompute  |  the backward of an ordinary update
 
-`total` [N, HV, V + K, K] holds what a sequence produces from a zero state, transposed, above the map M of the sequence:
-S'^T = S^T M + total. Its backward is dS^T = dS'^T M^T + total.
+`total` [N, HV, V + K, K] holds the state after a sequence without the other ranks, transposed, above the map M of the
+sequence: S'^T = S^T M + total. Its backward is dS^T = dS'^T M^T + total. combine_kernel combines those of all ranks.
 
 N sequences, HV value heads, K key width, V value width
 """
@@ -18,22 +18,28 @@ from torch import Tensor
 from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.chunk.heuristic import SMALLEST_SEGMENT, segments_fit
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of, make_plan
-from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS, TAIL
+from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS
 from deltazoo.backends.triton.config import parse
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime import table
-from deltazoo.backends.triton.support import Span, Tiles
-from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.support import Span, Tiles, fixed_options
+from deltazoo.backends.triton.tiles import cdiv, power_of_two, value_tile
 
-_SCRATCH = 2**30  # bytes; one window of 40,000 tokens with 32 heads of 128 x 128 needs no segments of its own
+# Bytes; a window of so many needs no segments of its own: of 160,000 tokens with 32 heads of 128 x 128.
+_SCRATCH = 2**32
+_COMBINED_CHUNKS = 4  # chunks that a program scans while combine_kernel applies the map of one segment, about
 
 
 def _per_row_of_total(problem: Problem, span: Span, tiles: Tiles) -> int:
     return int(problem.N * problem.HV * cdiv(problem.V + problem.K, tiles.values))
 
 
-_TOTAL = COMBINE._replace(programs=_per_row_of_total)
+# Narrower tiles than those of an ordinary update: the maps of the other ranks make the loop longer.
+_COMBINE = COMBINE._replace(
+    tiles=lambda problem, launch: Tiles(values=value_tile(32, problem.V)), options=fixed_options(warps=8)
+)
+_TOTAL = _COMBINE._replace(programs=_per_row_of_total)
 
 
 def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
@@ -50,31 +56,50 @@ def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
     plan = plan._replace(forward_segment_chunks=split, segment_chunks=split, forward_narrow_min_chunks=0, carried=True)
     span = segments_span(plan)
     stored = span._replace(checkpoint_chunks=plan.checkpoint_chunks)
-    forward = launches_of(plan, ("combine", COMBINE, span, ""), ("scan", plan.kernels["scan"], stored, ""))
-    if problem.packed:
-        forward += launches_of(plan, ("tail", TAIL, span, ""))
-    return plan._replace(forward=forward)
+    forward = launches_of(plan, ("combine", _COMBINE, span, ""), ("scan", plan.kernels["scan"], stored, ""))
+    backward: list[KernelLaunch] = []
+    for launch in plan.backward:
+        if launch.step == "combine backward":
+            backward += launches_of(plan, (launch.step, _COMBINE, launch.span, ""))
+        elif "tail" not in launch.step:  # the segments of a rank hold all of its tokens
+            backward.append(launch)
+    return plan._replace(forward=forward, backward=tuple(backward))
 
 
 def _segment_chunks(problem: Problem, processors: int) -> int:
-    """Return the chunks per segment with which the tokens of all sequences occupy the device.
+    """Return the chunks per segment with which the tokens of all sequences take the least time.
 
-    The longest sequence of a pack may have most of its tokens.
+    The longest sequence of a pack may have most of its tokens. Programs beyond one per SM wait for the others.
     """
-    segments = max(processors // (problem.HV * cdiv(problem.V, 128)), 1)
+    tiles = problem.HV * cdiv(problem.V, 128)
     chunks = max(cdiv(problem.T, CHUNK), 1)
-    return min(max(SMALLEST_SEGMENT, power_of_two(cdiv(chunks, segments))), segments_fit(problem, segments, _SCRATCH))
+    fit = segments_fit(problem, max(processors // tiles, 1), _SCRATCH)
+
+    def duration(split: int) -> int:
+        segments = cdiv(chunks, split)
+        return cdiv(segments * tiles, processors) * split + segments * _COMBINED_CHUNKS
+
+    splits = [SMALLEST_SEGMENT << i for i in range(power_of_two(chunks).bit_length())]
+    return min((split for split in splits if split <= fit), key=duration)
 
 
-def without_segments(plan: Plan) -> tuple[Plan, bool]:
-    """Return the plan with a backward that reads the segments of `summary_backward_launches`, if it has one window.
+def is_one_window(plan: Plan) -> bool:
+    """Whether the backward processes all chunks at once: then it reads the segments of `summary_backward_launches`."""
+    return all(launch.span.windows == 1 for launch in plan.backward)
 
-    Returns: the plan, and whether it reads them.
-    """
-    if any(launch.span.windows > 1 for launch in plan.backward):
-        return plan, False
-    computed = ("segment maps", "segment gradients")
-    return plan._replace(backward=tuple(launch for launch in plan.backward if launch.step not in computed)), True
+
+def recompute_launches(plan: Plan) -> tuple[KernelLaunch, ...]:
+    """Return the launches of the backward of one window that need no gradient."""
+    return tuple(launch for launch in plan.backward if launch.step == "recompute")
+
+
+def backward_after_exchange(plan: Plan) -> Plan:
+    """Return the plan whose backward has the launches after the exchange."""
+    plan = plan._replace(carried=False)  # the backward of an ordinary update
+    if not is_one_window(plan):
+        return plan
+    computed = ("recompute", "segment maps", "segment gradients")
+    return plan._replace(backward=tuple(launch for launch in plan.backward if launch.step not in computed))
 
 
 def segments_span(plan: Plan) -> Span:
@@ -98,7 +123,7 @@ def summary_backward_launches(plan: Plan) -> tuple[KernelLaunch, ...]:
     """Return the launches before the exchange of the backward."""
     span = segments_span(plan)
     return launches_of(
-        plan, ("segment gradients", SEGMENT_GRADIENTS, span, "reverse"), ("total backward", COMBINE, span, "")
+        plan, ("segment gradients", SEGMENT_GRADIENTS, span, "reverse"), ("total backward", _COMBINE, span, "")
     )
 
 
@@ -108,9 +133,9 @@ def ends_shape(plan: Plan) -> tuple[int, int, int, int]:
     return p.slots(plan.config.chunk) // plan.forward_segment_chunks + p.N, p.HV, p.V + p.K, p.K
 
 
-def total_shape(problem: Problem) -> tuple[int, int, int, int]:
-    """Return the shape of the sequences' contributions and maps."""
-    return problem.N, problem.HV, problem.V + problem.K, problem.K
+def total_shape(problem: Problem, reverse: bool) -> tuple[int, int, int, int]:
+    """Return the shape of the sequences' contributions, and without `reverse` their maps."""
+    return problem.N, problem.HV, problem.V if reverse else problem.V + problem.K, problem.K
 
 
 def prepared_layout(plan: Plan) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -1,6 +1,6 @@
 """torch.library operators of an update whose sequences start from the states of other ranks (carried.py).
 
-P local pieces, N sequences, HV value heads, K key width, V value width
+N sequences, HV value heads, K key width, V value width
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltazoo.backends.context_parallel.carry import incoming_gradients, incoming_matrices, with_incoming
+from deltazoo.backends.context_parallel.exchange import begin_gather, end_gather
 from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import operator
@@ -17,6 +17,7 @@ from deltazoo.backends.triton.operands import (
     CarriedCall,
     Gradients,
     Prepared,
+    RecomputeCall,
     Saved,
     ScanKind,
     ScanOperands,
@@ -31,7 +32,6 @@ from deltazoo.backends.triton.operands import (
 )
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.runtime.replay import replayed
-from deltazoo.backends.update.base import without_autocast
 
 _OPERANDS, _KIND = len(ScanOperands._fields), len(ScanKind._fields)
 
@@ -56,9 +56,9 @@ def _summary_impl(*arguments: Any) -> tuple[Tensor, ...]:
     layout = carried.prepared_layout(plan)
     prepared = allocate(x.q, layout)
     ends = empty(x.q, *carried.ends_shape(plan))
-    total = empty(x.q, *carried.total_shape(plan.problem))
+    total = empty(x.q, *carried.total_shape(plan.problem, False))
     tensors = tensors_of(x, Prepared(*views(prepared, layout)))
-    tensors = tensors._replace(ends=ends, starts=total, initial=None, carries=carries)
+    tensors = tensors._replace(ends=ends, starts=total, initial=x.state, carries=carries)
     with torch.cuda.device_of(x.q):
         execute(carried.summary_launches(plan), plan, kind.scale, tensors)
     return prepared, ends, total
@@ -70,17 +70,19 @@ def _scan_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk.execute import execute
     from deltazoo.backends.triton.chunk.forward import empty, tensors_of
 
-    operands, kind, prepared, ends = unflatten(CarriedCall, arguments)
+    operands, kind, prepared, ends, pieces, before = unflatten(CarriedCall, arguments)
     x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
     p = plan.problem
-    o, final = x.v.new_empty(x.v.shape), empty(x.q, p.N, p.HV, p.K, p.V)
+    o = x.v.new_empty(x.v.shape)
+    state, final = empty(x.q, p.N, p.HV, p.K, p.V), empty(x.q, p.N, p.HV, p.K, p.V)
     checkpoints = carried.checkpoints_of(plan, x.q)
     starts = empty(x.q, ends.shape[0], p.HV, p.V, p.K)
     tensors = tensors_of(x, Prepared(*views(prepared, carried.prepared_layout(plan))))
     tensors = tensors._replace(o=o, final=final, checkpoints=checkpoints, starts=starts, ends=ends, initial=x.state)
+    tensors = tensors._replace(pieces=pieces, piece_maps=pieces, chain=before, carried=state)
     with torch.cuda.device_of(x.q):
         execute(plan.forward, plan, kind.scale, tensors)
-    return o, final, checkpoints
+    return o, final, state, checkpoints
 
 
 @replayed
@@ -89,18 +91,36 @@ def _summary_backward_impl(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk.execute import execute
     from deltazoo.backends.triton.chunk.forward import empty, tensors_of
 
-    operands, kind, prepared, ends, carries, d_o = unflatten(SummaryBackwardCall, arguments)
+    operands, kind, prepared, ends, carries, d_o, d_final = unflatten(SummaryBackwardCall, arguments)
     x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
-    total = empty(x.q, *carried.total_shape(plan.problem))
+    total = empty(x.q, *carried.total_shape(plan.problem, True))
+    d_ends = ends.new_empty(ends.shape)
     tensors = tensors_of(x, Prepared(*views(prepared, carried.prepared_layout(plan))))
-    # the maps stay, the contributions of the gradients replace those of the forward
-    d_ends = ends.new_empty(ends.shape).copy_(ends)
     tensors = tensors._replace(
-        do=d_o, ends=d_ends, starts=total, initial=None, carries=carries, dstate=total, dstates=total, du=d_o, dv=d_o
-    )
+        do=d_o, ends=d_ends, maps=ends, starts=total, initial=d_final, carries=carries,
+        dstate=total, dstates=total, du=d_o, dv=d_o,
+    )  # fmt: skip
     with torch.cuda.device_of(x.q):
         execute(carried.summary_backward_launches(plan), plan, kind.scale, tensors)
     return total, d_ends
+
+
+@replayed
+def _recompute_impl(*arguments: Any) -> tuple[Tensor, ...]:
+    from deltazoo.backends.triton.chunk import carried
+    from deltazoo.backends.triton.chunk.execute import execute
+    from deltazoo.backends.triton.chunk.forward import tensors_of
+
+    operands, kind, prepared, checkpoints = unflatten(RecomputeCall, arguments)
+    x, plan = kind.with_write(operands), carried.carried_plan(operands, kind)
+    states, v_new = _recomputed(plan, x.q)
+    if carried.is_one_window(plan):
+        tensors = tensors_of(x, Prepared(*views(prepared, carried.prepared_layout(plan))))
+        tensors = tensors._replace(checkpoints=checkpoints, initial=None, states=states)
+        tensors = tensors._replace(v_new=v_new if plan.problem.delta else None)
+        with torch.cuda.device_of(x.q):
+            execute(carried.recompute_launches(plan), plan._replace(carried=False), kind.scale, tensors)
+    return states, v_new
 
 
 @replayed
@@ -108,12 +128,26 @@ def _backward_impl(*arguments: Any) -> list[Tensor]:
     from deltazoo.backends.triton.chunk import carried
     from deltazoo.backends.triton.chunk.backward import backward
 
-    operands, kind, prepared, ends, checkpoints, d_o, d_final = unflatten(CarriedBackwardCall, arguments)
-    plan = carried.carried_plan(operands, kind)._replace(carried=False)  # the backward of an ordinary update
-    plan, has_ends = carried.without_segments(plan)
-    saved = Saved(Prepared(*views(prepared, carried.prepared_layout(plan))), checkpoints)
-    with torch.cuda.device_of(operands.q):
-        return backward(operands, kind, saved, d_o, d_final, plan, ends if has_ends else None).present()
+    call = unflatten(CarriedBackwardCall, arguments)
+    plan = carried.carried_plan(call.x, call.kind)
+    saved = Saved(Prepared(*views(call.prepared, carried.prepared_layout(plan))), call.checkpoints)
+    given = {"pieces": call.d_pieces, "piece_maps": call.pieces, "chain": call.after}
+    if carried.is_one_window(plan):
+        given |= {"ends": call.d_ends, "maps": call.ends, "states": call.states}
+        given |= {"v_new": call.v_new} if plan.problem.delta else {}
+    plan = carried.backward_after_exchange(plan)
+    with torch.cuda.device_of(call.x.q):
+        return backward(call.x, call.kind, saved, call.d_o, call.d_final, plan, given).present()
+
+
+def _recomputed(plan: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the states and values of all chunks; empty if the backward has several windows, which compute them."""
+    from deltazoo.backends.triton.chunk import carried
+
+    p, C = plan.problem, plan.config.chunk
+    slots = plan.windows.slots if carried.is_one_window(plan) else 0
+    states = like.new_empty((slots, p.HV, p.V, p.K), dtype=p.saved_dtype)
+    return states, like.new_empty((slots if p.delta else 0, C, p.HV, p.V), dtype=p.saved_dtype)
 
 
 def _summary_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -122,25 +156,32 @@ def _summary_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x, kind, _ = unflatten(SummaryCall, arguments)
     plan = carried.carried_plan(x, kind)
     prepared = allocate(x.q, carried.prepared_layout(plan))
-    shapes = carried.ends_shape(plan), carried.total_shape(plan.problem)
+    shapes = carried.ends_shape(plan), carried.total_shape(plan.problem, False)
     return prepared, *(x.q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk import carried
 
-    x, kind, _, _ = unflatten(CarriedCall, arguments)
+    x, kind, *_ = unflatten(CarriedCall, arguments)
     p = problem_of(x, kind)
-    final = x.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32)
-    return x.v.new_empty(x.v.shape), final, carried.checkpoints_of(carried.carried_plan(x, kind), x.q)
+    final, state = (x.q.new_empty((p.N, p.HV, p.K, p.V), dtype=torch.float32) for _ in range(2))
+    return x.v.new_empty(x.v.shape), final, state, carried.checkpoints_of(carried.carried_plan(x, kind), x.q)
 
 
 def _summary_backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.chunk import carried
 
     x, kind, _, ends, *_ = unflatten(SummaryBackwardCall, arguments)
-    total = x.q.new_empty(carried.total_shape(problem_of(x, kind)), dtype=torch.float32)
+    total = x.q.new_empty(carried.total_shape(problem_of(x, kind), True), dtype=torch.float32)
     return total, ends.new_empty(ends.shape)
+
+
+def _recompute_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    from deltazoo.backends.triton.chunk import carried
+
+    x, kind, *_ = unflatten(RecomputeCall, arguments)
+    return _recomputed(carried.carried_plan(x, kind), x.q)
 
 
 def _backward_fake(*arguments: Any) -> list[Tensor]:
@@ -153,12 +194,16 @@ _summary_op = operator(
     _summary_impl, compiled_ahead(_summary_impl, _summary_fake),
 )  # fmt: skip
 _scan_op = operator(
-    f"triton_carried_scan({schema(CarriedCall)}) -> (Tensor, Tensor, Tensor)",
+    f"triton_carried_scan({schema(CarriedCall)}) -> (Tensor, Tensor, Tensor, Tensor)",
     _scan_impl, compiled_ahead(_scan_impl, _scan_fake),
 )  # fmt: skip
 _summary_backward_op = operator(
     f"triton_carried_summary_backward({schema(SummaryBackwardCall)}) -> (Tensor, Tensor)",
     _summary_backward_impl, compiled_ahead(_summary_backward_impl, _summary_backward_fake),
+)  # fmt: skip
+_recompute_op = operator(
+    f"triton_carried_recompute({schema(RecomputeCall)}) -> (Tensor, Tensor)",
+    _recompute_impl, compiled_ahead(_recompute_impl, _recompute_fake),
 )  # fmt: skip
 _backward_op = operator(
     f"triton_carried_backward({schema(CarriedBackwardCall)}) -> Tensor[]",
@@ -172,15 +217,11 @@ class _CarriedScan(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
         operands, kind, links = _split(arguments)
-        first = operands.state
-        assert first is not None
         prepared, ends, total = _summary_op(*operands, *kind, links.is_outer)
-        V, tails = first.shape[-1], total.index_select(0, links.tails)
-        tails[:, :, :V] += first.index_select(0, links.tails).mT @ tails[:, :, V:]
-        carried, maps = incoming_matrices(tails, V, links)
-        state = with_incoming(first, carried.mT, links)
-        o, final, checkpoints = _scan_op(*operands._replace(state=state), *kind, prepared, ends)
-        return o, final, state, prepared, ends, checkpoints, maps, total
+        own = total if links.segments == 1 else total.index_select(0, links.tails)
+        pieces = end_gather(begin_gather(own, links))
+        o, final, state, checkpoints = _scan_op(*operands, *kind, prepared, ends, pieces, links.before)
+        return o, final, state, prepared, checkpoints, ends, pieces
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -195,20 +236,15 @@ class _CarriedScan(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         operands, kind = ScanOperands(*ctx.saved_tensors[:_OPERANDS]), ctx.kind
-        prepared, ends, checkpoints, maps, total, *links = ctx.saved_tensors[_OPERANDS:]
-        links, V = Links(*ctx.links, *links), operands.v.shape[-1]
-        assert operands.state is not None
+        prepared, checkpoints, ends, pieces, *links = ctx.saved_tensors[_OPERANDS:]
+        links = Links(*ctx.links, *links)
         d_o = torch.zeros_like(operands.v) if d_o is None else d_o.contiguous()
-        d_total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, links.is_head, d_o)
-        first = slice(None, None, links.segments)
-        with without_autocast(d_o):
-            contribution = d_total[first, :, :V]
-            if d_final is not None:
-                contribution = contribution + d_final[first].mT @ total[first, :, V:].mT
-            after = incoming_gradients(contribution, maps, links).mT
-        d_final = torch.zeros_like(operands.state) if d_final is None else d_final
-        d_final = d_final.index_add(0, links.tails, after)
-        present = iter(_backward_op(*operands, *kind, prepared, d_ends, checkpoints, d_o, d_final))
+        total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, links.is_head, d_o, d_final)
+        pending = begin_gather(total[:: links.segments], links)
+        recomputed = _recompute_op(*operands, *kind, prepared, checkpoints)  # while the ranks exchange
+        d_pieces = end_gather(pending)
+        exchanged = ends, d_ends, pieces, d_pieces, links.after
+        present = iter(_backward_op(*operands, *kind, prepared, checkpoints, *recomputed, *exchanged, d_o, d_final))
         grads = [next(present) if exists else None for exists in gradients_of(operands, kind).values()]
         grads.append(None)  # of cu_seqlens
         needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]

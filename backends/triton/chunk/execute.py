@@ -34,6 +34,7 @@ _TENSORS_OF_STEP = {
     "reverse": ("starts",),
 }
 _OPTIONAL = ("o", "final", "checkpoints", "states", "v_new", "starts", "ends")
+_LINKED = ("maps", "pieces", "piece_maps", "chain", "carried")  # of a combination, only in carried.py
 _CARRIES = ("segment ends", "segment gradients")
 _MODES = {"scan": "output", "recompute": "recompute", "segment ends": "ends", "segment maps": "maps"}
 
@@ -46,7 +47,10 @@ class Tensors(NamedTuple):
         gates, decay_bounds, wy_tiles, scaled, strengths, slopes: the results of prepare (`Prepared`).
         o, final, checkpoints: the output, the final state, and the states that the backward starts from.
         starts, ends: the states of segments (`segment_states`). initial: the state that the combination starts from.
-        carries: whether another piece needs a sequence's end or the gradient of its start (carried.py).
+        carries, maps, pieces, piece_maps, chain, carried: of carried.py: whether another piece needs a sequence's end
+            or the gradient of its start; the maps of the segments, if not in ends; the totals of the pieces of all
+            ranks, and the forward's, which hold their maps; the pieces before or after each sequence; the state before
+            each sequence.
         do, dstate: the gradients of o and of the state, before and after the backward.
         states, v_new, dstates, dstates_high, du, partial, spare: scratch (`Scratch`).
         dgates, state_products: partial sums of gate gradients.
@@ -76,6 +80,11 @@ class Tensors(NamedTuple):
     ends: Any = ...
     initial: Any = ...
     carries: Any = ...
+    maps: Any = ...
+    pieces: Any = ...
+    piece_maps: Any = ...
+    chain: Any = ...
+    carried: Any = ...
     do: Any = ...
     dstate: Any = ...
     states: Any = ...
@@ -141,6 +150,8 @@ def _tensors(plan: Plan, launch: KernelLaunch, tensors: Tensors) -> dict[str, An
     named = {name: x for name, x in tensors._asdict().items() if x is not ...}
     if step in _SCANS and not (plan.carried and step in _CARRIES):
         named["carries"] = None
+    if step in _COMBINATIONS:
+        named = dict.fromkeys(_LINKED) | named
     if step in _TENSORS_OF_STEP:
         named |= {name: None for name in _OPTIONAL if name not in _TENSORS_OF_STEP[step]}
     return named
@@ -164,7 +175,7 @@ def _traits(plan: Plan, launch: KernelLaunch, tensors: dict[str, Any]) -> dict[s
     needed = gate_gradients(p)
     sums, windows = plan.sums, plan.windows
     in_gradients = windows is not None and windows.states_in_gradients and step != "scan"
-    BV = value_tile(tiles.values, p.V)
+    BV, chain = value_tile(tiles.values, p.V), tensors.get("chain")
     return {
         "H": p.HV if step in _SCANS and p.by_channel else p.H, "HV": p.HV, "K": p.K, "V": p.V, "C": C,
         "K0": K0, "K1": K1, "BV": BV, "BK": tiles.keys, "BLOCK": min(tiles.values, C), "HEADS": tiles.heads,
@@ -180,6 +191,7 @@ def _traits(plan: Plan, launch: KernelLaunch, tensors: dict[str, Any]) -> dict[s
         "IN_GRADIENTS": in_gradients, "BOUND_DECAYS": plan.segment_chunks > 0,
         "MARKED": step.startswith("marked"), "INITIAL": tensors["initial"] is not None,
         "REVERSE": step in ("combine backward", "total backward"), "CARRIED": plan.carried, "TOTAL": step in _TOTALS,
+        "LINKS": chain.shape[1] if chain is not None else 0,
         "OPERAND": tl.float32 if exact else tl.float16, "PREC_INVERSE": "tf32x3" if exact else "tf32",
         "PREC": "tf32x3" if step in _COMBINATIONS else tf32_precision(p.dtype), "EXACT": p.dtype == torch.float32,
         "STAGES": launch.options.stages, "TILED": _has_descriptor(plan),

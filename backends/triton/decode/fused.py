@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from deltazoo.backends.triton.decode.kernels.fused_step import StepTraits
 
 WIDEST_VALUE = 512
-_PUSHED_CHANNELS = 256  # of a program of push_kernel
 _MANY_HOUSEHOLDERS = 4  # whose keys take as many registers as a tile of 64 columns
-_SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _FINISH_WARPS = 32, 4, 1, 4
+_SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _CONVOLVE_WARPS, _FINISH_WARPS = 32, 4, 1, 2, 4
 _WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
@@ -185,45 +184,45 @@ def _named(arguments: tuple[Any, ...]) -> tuple[FusedDecodeInputs, Tensor, Tenso
 def _launch(
     x: FusedDecodeInputs, states: Tensor, slots: Tensor | None, o: Tensor, options: StepOptions, config: str
 ) -> None:
-    """Launch the fused step and, with shared key heads, the update of their history."""
+    """Launch the fused step, and before it the convolution if several programs read the same channels."""
     from deltazoo.backends.triton.decode.kernels.fused_step import (
+        convolve_step_kernel,
         finish_step_kernel,
         fused_step_kernel,
-        push_kernel,
     )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (B, _, C), (_, HV, K, V), H = x.qkv.shape, states.shape, options.heads
+    (B, _, C), (rows, HV, K, V), H = x.qkv.shape, states.shape, options.heads
     n = (C - H * K) // (H * K + HV * V)
     launch = _resolve(x, states, options, n, config)
     device = device_spec(device_of(x.qkv).index)
     split = _split_tile(device, B * HV, V, n) if not config else 0
     BK, BV = power_of_two(K), split or _tile(launch, V, n)
-    overlap = architecture(device) == "sm90"
-    tiling = StepTiling(BV, _SPLIT_TILES if split else 0, overlap)
+    tiling = StepTiling(BV, _SPLIT_TILES if split else 0, architecture(device) == "sm90")
+    numbers = {"scale": options.scale, "pool_rows": rows}
+    given = {"states": states, "slots": slots}
+    if x.weight is not None and (split or H < HV):
+        y = torch.empty_like(x.qkv, dtype=torch.float32, memory_format=torch.contiguous_format)
+        traits = step_traits(x, (H, HV, K, V), options, tiling, slots is not None)
+        tensors = x._asdict() | given | {"x": x.qkv, "y": y}
+        convolve = launcher(
+            convolve_step_kernel, tensors, {"traits": traits}, Options(_CONVOLVE_WARPS, overlap=tiling.overlap)
+        )
+        convolve(B * ((1 + n) * H + n * HV), numbers)
+        x = x._replace(qkv=y, weight=None, bias=None, history=None)
+        options = options._replace(silu=[False] * 3, l2_norm=[False] * 2)
     traits = step_traits(x, (H, HV, K, V), options, tiling, slots is not None)
-    tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
-    tensors["x"] = x.qkv
-    numbers = {"scale": options.scale, "pool_rows": states.shape[0]}
-    finishes = split > 0 and (traits.W > 1 or options.norm != "" or options.activation != "")
+    tensors = x._asdict() | given | {"x": x.qkv, "o": o}
+    finishes = split > 0 and (options.norm != "" or options.activation != "")
     if finishes:
         tensors["o"] = tensors["raw"] = o.new_empty(o.shape, dtype=torch.float32)
     warps = limit_warps(_SPLIT_WARPS if split else launch.warps, BK * BV)
-    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
+    step = launcher(fused_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=tiling.overlap))
     step(B * HV * (cdiv(V, BV * _SPLIT_TILES) if split else 1), numbers)
     if finishes:
         tensors["o"] = o
-        run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=overlap))
+        run = launcher(finish_step_kernel, tensors, {"traits": traits}, Options(_FINISH_WARPS, overlap=tiling.overlap))
         run(B * HV, numbers)
-    elif H < HV and traits.W > 1:
-        channels = (1 + n) * H * K
-        pushed = {
-            "X_STRIDE": x.qkv.stride(0), "C": C, "CHANNELS": channels, "W": traits.W, "BC": _PUSHED_CHANNELS,
-            "SLOTS": slots is not None, "OVERLAP": overlap,
-        }  # fmt: skip
-        tensors = {"x": x.qkv, "history": x.history, "slots": slots}
-        push = launcher(push_kernel, tensors, pushed, Options(overlap=overlap))
-        push(B * cdiv(channels, _PUSHED_CHANNELS), {"pool_rows": states.shape[0]})
 
 
 class StepTiling(NamedTuple):

@@ -94,8 +94,8 @@ def _impl(*arguments: Any) -> list[Tensor]:
         raw, result["values"] = verify(operands, kind, states.contiguous(), None, launch, dtype)
         if finishes:
             tensors |= {"raw": raw, "slots": None}
-            finish = {"traits": traits._replace(W=0)}
-            run = launcher(finish_step_kernel, tensors, finish, Options(_FINISH_WARPS, overlap=overlap))
+            finish = Options(_FINISH_WARPS, overlap=overlap)
+            run = launcher(finish_step_kernel, tensors, {"traits": traits}, finish)
             run(B * T * HV, {"pool_rows": B * T})
         else:
             result["o"] = raw

@@ -19,7 +19,7 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 class RWKV7Call(NamedTuple):
     """The operator's arguments: tensors as of `rwkv7_step_kernel`, whose names they have, then the epsilons.
 
-    r, k, v and low_value are columns of one tensor, and so are the other low_*: their rows may be apart.
+    r, k, v and low_* are columns of one tensor: their rows may be apart.
     """
 
     x: Tensor
@@ -51,6 +51,7 @@ class RWKV7Call(NamedTuple):
 
 
 _ROWS_APART = ("r", "k", "v", "low_value", "low_decay", "low_rate", "low_gate")
+_ROWS, _CHANNELS = 16, 64  # of a program of the maps of low rank
 _IN_PLACE = ("previous", "states")
 
 
@@ -69,7 +70,11 @@ def _step(*arguments: Any) -> Tensor:
 
 
 def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> None:
-    from deltazoo.backends.triton.decode.kernels.rwkv7_step import RWKV7Traits, rwkv7_step_kernel
+    from deltazoo.backends.triton.decode.kernels.rwkv7_step import (
+        RWKV7Traits,
+        rwkv7_low_rank_kernel,
+        rwkv7_step_kernel,
+    )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (B, D), (_, H, K, V) = call.x.shape, call.states.shape
@@ -79,11 +84,18 @@ def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> No
     traits = RWKV7Traits(
         D=D, H=H, K=K, V=V, BK=BK, BV=BV, BD=power_of_two(cdiv(D, H)), WHOLE=power_of_two(D),
         **{name.upper(): 0 if weight is None else weight.shape[1] for name, weight in ranks.items()},
-        STRIDE=call.r.stride(0), LOW_STRIDE=call.low_decay.stride(0), EPS=call.eps, NORM_EPS=call.input_eps,
+        STRIDE=call.r.stride(0), CHANNELS=_CHANNELS, EPS=call.eps, NORM_EPS=call.input_eps,
         OVERLAP=overlap,
     )  # fmt: skip
+    sizes = {"y_decay": H * K, "y_rate": H * K, "y_gate": H * V, "y_value": H * V if call.value is not None else 0}
+    tensors |= {"o": o} | {
+        name: o.new_empty(B, size, dtype=torch.float32) if size else None for name, size in sizes.items()
+    }
+    maps = 3 if call.value is None else 4
+    low_rank = launcher(rwkv7_low_rank_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
+    low_rank(maps * cdiv(B, _ROWS) * cdiv(max(H * K, H * V), _CHANNELS), {"B": B})
     options = Options(limit_warps(4, BK * BV), overlap=overlap)
-    launcher(rwkv7_step_kernel, tensors | {"o": o}, {"traits": traits}, options)(B * H, {})
+    launcher(rwkv7_step_kernel, tensors, {"traits": traits}, options)(B * H, {})
 
 
 def _fake(*arguments: Any) -> Tensor:

@@ -3,6 +3,8 @@
 M rows, D inputs, N outputs
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,56 +12,51 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-# Rows of `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to 2 x 5888 channels take 24, 29, 47
-# and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` takes more rows, in 16 bits.
+# Rows of `gemv_kernel` and `stream_kernel`. With more rows the former is bound by arithmetic: on an H100, 2400 to
+# 2 x 5888 channels take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows. `stream_rows_kernel` takes more rows.
 MAX_ROWS = 2
-MAX_DOT_ROWS = 64
-MAX_MAPS = 4
+MAX_STREAMED_ROWS = 64
+STREAMS_ONE_ROW = False
+MAX_MAPS = 8
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
-LINE_BYTES = 128  # of the L2 cache
 _WARP = 32
 _TILE_BYTES = 24576
+STREAM_BLOCK = 512  # inputs of a stage of `stream_kernel`, which reads 16 rows of the weights
+_STAGE_BYTES = 16 * 2 * STREAM_BLOCK
+ROWS_BLOCK = 64  # inputs of a stage of `stream_rows_kernel`, which reads 128 rows of the weights
+_STREAM_WARPS = 8
+_RESERVED = 768  # bytes of shared memory beside the ring and the inputs, with those that the driver reserves
 _MAX_STEPS = 16  # the kernel unrolls the loop over D
 
 
 class GemvLaunch(NamedTuple):
-    """outputs of a tile, bytes of a row of the weights that a program reads at a time, warps, tiles in flight.
-
-    Args:
-        programs: per SM; 0: one for each tile. Two kernels should fit an SM.
-        ahead: bytes of weights that a program requests before its operands are ready.
-
-    H200, gated-deltanet-1.3b, a captured step of one row, microseconds: 1082 with these numbers and tiles of 24576
-    bytes; 1238 with tiles of 12288 bytes; 1086 with these, stages=1, programs=0 and ahead=0.
-    """
+    """outputs of a program, bytes of a row of the weights that it reads at a time, warps."""
 
     rows: int
     block: int = 2048
     warps: int = 4
+
+
+class StreamLaunch(NamedTuple):
+    """most stages of the ring, 16 KB each, of which two programs must fit the shared memory of an SM."""
+
+    stages: int = 6
+
+
+class StreamRowsLaunch(NamedTuple):
+    """most stages of the two rings, and programs that must fit the shared memory of an SM."""
+
     stages: int = 5
-    programs: int = 2
-    ahead: int = 32768
-
-
-class DotLaunch(NamedTuple):
-    """outputs of a program, inputs that it reads at a time, warps, blocks in flight, inputs requested ahead.
-
-    H200, 32 rows, microseconds for 2400 to 10,818 outputs of four maps after a norm, and for 2400 to 2 x 5888 gated
-    ones: 27, 29 with these numbers; 55, 69 with rows=32, block=128, stages=4; 70, 57 with rows=16, block=256, stages=4.
-    """
-
-    rows: int = 64
-    block: int = 64
-    warps: int = 4
-    stages: int = 5
-    ahead: int = 512
+    share: int = 2
 
 
 class Around(NamedTuple):
@@ -68,7 +65,7 @@ class Around(NamedTuple):
     Args:
         norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.
         previous, mix, mixed: of a token shift, which needs a norm: the normed inputs before [M, D], shares [.., D], and
-            for each map the row of its shares.
+            for each map the row of its shares; or without them, of x [.., M, D], the matrix that each map reads.
     """
 
     norm_weight: Tensor | None = None
@@ -81,78 +78,118 @@ class Around(NamedTuple):
     mixed: Sequence[int] = ()
 
 
-def launch_of(x: Tensor, gated: bool) -> GemvLaunch | DotLaunch:
-    """Return the launch for the rows x [M, D]: tiles of `_TILE_BYTES` of weights."""
-    if x.shape[0] > MAX_ROWS and x.dtype != torch.float32:
-        return DotLaunch()
-    rows = _TILE_BYTES // (x.shape[1] * x.dtype.itemsize * (2 if gated else 1))
+Launch = GemvLaunch | StreamLaunch | StreamRowsLaunch
+
+
+def streams(x: Tensor) -> bool:
+    """Whether the Hopper kernels take rows of x [..., D]: 16 bits, and rows of a multiple of 16 bytes, on sm_90."""
+    is_hopper = architecture(device_spec(device_of(x).index)) == "sm90"
+    return is_hopper and x.dtype.itemsize == 2 and is_known(x.shape[-1] * 2 % _VECTOR == 0)
+
+
+def launch_of(x: Tensor, gated: bool) -> Launch:
+    """Return the launch for the rows x [..., D]."""
+    if streams(x):
+        if x.shape[-2] > MAX_ROWS:
+            return StreamRowsLaunch()
+        if STREAMS_ONE_ROW and _stages(x, device_spec(device_of(x).index)) > 2:
+            return StreamLaunch()
+    rows = _TILE_BYTES // (x.shape[-1] * x.dtype.itemsize * (2 if gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
+
+
+def _stages(x: Tensor, device: DeviceSpec) -> int:
+    """Return the stages of a ring that leaves half of the shared memory of an SM to another program."""
+    inputs = x.shape[0] * cdiv(x.shape[1], STREAM_BLOCK) * STREAM_BLOCK * 4
+    return (device.shared_memory // 2 - inputs - _RESERVED) // _STAGE_BYTES
+
+
+@functools.lru_cache(maxsize=1024)
+def programs_of(outputs: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return the programs of each map: at least one, and the longest has as few outputs as possible."""
+    counts = [1] * len(outputs)
+    for _ in range(min(most, sum(outputs)) - len(outputs)):
+        longest = max(range(len(outputs)), key=lambda i: outputs[i] / counts[i])
+        counts[longest] += 1
+    return tuple(counts)
 
 
 def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
     y = _fake(x, norm_weight, eps, weights, *around)
     with torch.cuda.device_of(x):
-        launch_gemv(x, weights, Around(norm_weight, eps, *around), y, launch_of(x, around[2]))
+        surroundings = Around(norm_weight, eps, *around)
+        launch_gemv(x, weights, surroundings, y, launch_of(x, surroundings.gated))
     return y
 
 
-def launch_gemv(
-    x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch | DotLaunch
-) -> None:
+def launch_gemv(x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: Launch) -> None:
     """Write the products to y."""
-    from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
-    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, gemv_kernel
+    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, Weights, gemv_kernel
+    from deltazoo.backends.triton.gemv.kernels.stream import StreamTraits, stream_kernel
+    from deltazoo.backends.triton.gemv.kernels.stream_rows import StreamRowsTraits, stream_rows_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (M, D), size = x.shape, x.dtype.itemsize
-    if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
+    (M, D), size = x.shape[-2:], x.dtype.itemsize
+    is_aligned = x.data_ptr() % _VECTOR == 0
+    if isinstance(launch, StreamRowsLaunch):
+        is_aligned = is_aligned and x.stride(-2) * size % _VECTOR == 0
+    if x.stride(-1) != 1 or not is_aligned:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
     device = device_spec(device_of(x).index)
-    overlap, tiles = architecture(device) == "sm90", sum(cdiv(n, launch.rows) for n in outputs)
+    overlap = architecture(device) == "sm90"
     norm_weight, residual = around.norm_weight, around.residual
+    maps = len(outputs)
+    kernel: Any
+    traits: Any
     shared: dict[str, Any] = {
-        "M": M, "D": D, "N": (*outputs, *[0] * (MAX_MAPS - len(outputs))), "ROWS": launch.rows,
-        "X_STRIDE": x.stride(0), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
+        "M": M, "D": D, "MAPS": maps, "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
+        "X_STRIDE": x.stride(-2), "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation,
         "GATED": around.gated, "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
-        "MIX": (*around.mixed, *[0] * (MAX_MAPS - len(around.mixed))), "OVERLAP": overlap,
     }  # fmt: skip
     tensors = {
         "x": x, "norm_weight": None if norm_weight is None else ready(norm_weight),
         "residual": None if residual is None else residual.contiguous(), "y": y,
         "previous": None if around.previous is None else ready(around.previous),
         "mix": None if around.mix is None else ready(around.mix),
-        **{f"w{i}": ready(weights[i]) if i < len(weights) else None for i in range(MAX_MAPS)},
+        "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
-    kernel: Any
-    traits: Any
-    if isinstance(launch, DotLaunch):
-        ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
-        columns = max(16, power_of_two(M))
-        buffer = (2 * launch.rows + 2 * columns) * launch.block * size  # with a gate and a token shift
-        stages = max(1, min(launch.stages, device.shared_memory // buffer))
-        traits = FewRowsTraits(COLUMNS=columns, BLOCK=launch.block, STAGES=stages, LINES=ahead, **shared)
-        kernel, options = few_rows_kernel, Options(launch.warps, launch.stages, overlap=overlap)
-    else:
-        unit = _VECTOR // size
-        block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
-        block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
-        steps, lines = cdiv(D, block), power_of_two(cdiv(D * size, LINE_BYTES))
-        programs = min(tiles, launch.programs * device.processors or tiles)
-        tile = launch.rows * D * size * (2 if around.gated else 1)
-        ahead = max(1, min(launch.ahead // tile, cdiv(tiles, programs)))
-        buffer = launch.rows * steps * block * size * (2 if around.gated else 1)
-        stages = max(1, min(launch.stages, 1 + device.shared_memory // (2 * buffer)))
-        traits = GemvTraits(
-            BLOCK=block, UNIT=unit, STEPS=steps, PROGRAMS=programs, STAGES=stages, AHEAD=ahead, LINES=lines, **shared
-        )
-        kernel, options, tiles = gemv_kernel, Options(launch.warps, launch.stages, overlap=overlap), programs
-    launcher(kernel, tensors, {"traits": traits}, options)(tiles, {})
+    early = {"early": int(x.is_cuda and torch.cuda.is_current_stream_capturing())}
+    if isinstance(launch, StreamLaunch | StreamRowsLaunch):
+        counts = programs_of((*outputs,), device.processors)
+        shared["PROGRAMS"] = (0, *itertools.accumulate(counts))
+        rows = max(cdiv(n, count) for n, count in zip(outputs, counts, strict=True))
+        numbers = (*around.mixed,) or (0,) * maps
+        if isinstance(launch, StreamLaunch):
+            blocks = cdiv(D, STREAM_BLOCK)
+            tiles = cdiv(rows, 8 if around.gated else 16)
+            stages = min(launch.stages, _stages(x, device), 1 + tiles * blocks)
+            traits = StreamTraits(BLOCKS=blocks, STAGES=stages, INPUT=numbers, **shared)
+            kernel = stream_kernel
+        else:
+            columns = max(16, power_of_two(M))
+            room = device.shared_memory // launch.share - _RESERVED - 128 * columns * size
+            stages = min(launch.stages, room // ((128 + columns) * ROWS_BLOCK * size))
+            given = {name: value for name, value in shared.items() if name not in ("NORM", "EPS", "SHIFT")}
+            traits = StreamRowsTraits(
+                COLUMNS=columns, BLOCKS=cdiv(D, ROWS_BLOCK), STAGES=stages, INPUT=numbers, **given
+            )
+            kernel = stream_rows_kernel
+        run = launcher(kernel, tensors, {"traits": traits}, Options(_STREAM_WARPS, overlap=True))
+        run(sum(counts), early)
+        return
+    ends = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in outputs))
+    shared |= {"TILES": ends, "ROWS": launch.rows, "MIX": (*around.mixed,) or (0,) * maps, "OVERLAP": overlap}
+    unit = _VECTOR // size
+    block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
+    block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
+    traits = GemvTraits(BLOCK=block, UNIT=unit, STEPS=cdiv(D, block), **shared)
+    launcher(gemv_kernel, tensors, {"traits": traits}, Options(launch.warps, overlap=overlap))(ends[-1], early)
 
 
 def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
     gated = Around(norm_weight, eps, *around).gated
-    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
+    return x.new_empty(x.shape[-2], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
 
 
 gemv = operator(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumToken
+from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumSaved, MomentumToken
 from deltazoo.backends.triton.momentum import kernels
 from deltazoo.backends.triton.momentum.kernels import MomentumTraits
 from deltazoo.backends.triton.runtime.launcher import launcher
@@ -30,6 +30,9 @@ class Tiles(NamedTuple):
     gradients: int = 64
     keys: int = 64
     gradients_options: Options = Options(8, 2, most_registers(8))
+    prepare: Options = Options(8)
+    pairs: Options = Options(8)
+    gates: Options = Options(8)
     step: int = 32
 
 
@@ -37,51 +40,52 @@ TILES = Tiles()
 
 
 def forward(x: MomentumOperands, *results: Tensor) -> None:
-    """Compute o, the new states, the inverses of I + A, P and the errors into `results`."""
-    o, final, inverse, rounded, error = results
+    """Compute o, the new states, and what the backward reads into `results`."""
+    o, final, *kept = results
     with torch.cuda.device_of(x.q):
-        tensors = x._asdict() | {"inverse": inverse, "rounded": rounded}
-        run = launcher(kernels.momentum_inverse_kernel, tensors, {"traits": _traits(x, 16)}, Options(4))
+        tensors = x._asdict() | dict(zip(MomentumSaved._fields, kept, strict=True)) | {"o": o, "final": final}
+        run = launcher(kernels.momentum_prepare_kernel, tensors, {"traits": _traits(x, 64, TILES.keys)}, TILES.prepare)
         run(x.q.shape[0] * x.q.shape[2], {})
-        tensors |= {"o": o, "final": final, "error": error}
         _scan(kernels.momentum_scan_kernel, x, tensors, TILES.scan, options=TILES.scan_options)
 
 
 def backward(
-    x: MomentumOperands, error: Tensor, d_o: Tensor, d_final: Tensor, *, out: Sequence[Tensor], scratch: int
+    x: MomentumOperands, saved: MomentumSaved, d_o: Tensor, d_final: Tensor, *, out: Sequence[Tensor], scratch: int
 ) -> None:
-    """Compute the gradients into `out`. `system` and `scores` of x are the inverses and P in 16 bits.
+    """Compute the gradients into `out`.
 
     The states are computed again for windows of heads whose states take at most `scratch` bytes together.
     """
-    d_q, d_k, d_v, d_system, d_scores, d_gates, d_state = out
-    G, (H, K), V = x.q.shape[0], x.q.shape[2:], x.v.shape[-1]
+    G, (C, H, K), V = x.q.shape[0], x.q.shape[1:], x.v.shape[-1]
     most = scratch // max(1, 4 * G * K * V * x.q.element_size())
     size = cdiv(H, cdiv(H, min(H, max(1, most))))  # as many windows, of equal size
     states, d_states = (x.q.new_empty(G, size, 2, K, V) for _ in range(2))
+    pairs, d_pairs = x.q.new_empty(G, size, 2, C, C), x.beta.new_empty(G, H, 2, C, C)
     key_tiles = cdiv(K, TILES.keys)
-    partial = x.gates.new_empty(key_tiles, *x.gates.shape)
-    tensors = x._asdict() | {
-        "inverse": x.system, "rounded": x.scores, "error": error, "d_o": d_o, "d_final": d_final,
-        "states": states, "d_states": d_states,
-        "d_q": d_q, "d_k": d_k, "d_v": d_v, "d_system": d_system, "d_scores": d_scores, "d_state": d_state,
+    partial = x.beta.new_empty(key_tiles, G, H, 6, C)
+    names = (*(f"d_{name}" for name in MomentumOperands._fields[:7]), "d_state")
+    tensors = x._asdict() | saved._asdict() | dict(zip(names, out, strict=True)) | {
+        "d_o": d_o, "d_final": d_final, "states": states, "d_states": d_states, "pairs": pairs, "d_pairs": d_pairs,
         "partial": partial,
     }  # fmt: skip
     with torch.cuda.device_of(x.q):
         for head in range(0, H, size):
             window = range(head, min(head + size, H))
+            numbers = {"head": head, "heads": len(window)}
             _scan(kernels.momentum_states_kernel, x, tensors, TILES.scan, options=TILES.scan_options, window=window)
             _scan(
                 kernels.momentum_reverse_kernel, x, tensors, TILES.reverse, options=TILES.reverse_options, window=window
             )
+            traits = _traits(x, 64, TILES.keys)
+            run = launcher(kernels.momentum_pairs_kernel, tensors, {"traits": traits}, TILES.pairs)
+            run(G * len(window), numbers)
             traits = _traits(x, TILES.gradients, TILES.keys)
             run = launcher(
                 kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=TILES.gradients_options
             )
-            run(G * len(window) * key_tiles, {"G": G, "head": head, "heads": len(window)})
-        traits = _traits(x, 64)
-        launcher(kernels.momentum_squares_kernel, tensors, {"traits": traits}, options=Options(4, 2))(G * H, {})
-    torch.sum(partial, 0, out=d_gates)
+            run(G * len(window) * key_tiles, {"G": G} | numbers)
+        traits = _traits(x, 64, TILES.keys)
+        launcher(kernels.momentum_gates_kernel, tensors, {"traits": traits}, TILES.gates)(G * H, {"G": G})
 
 
 def step_(x: MomentumToken, o: Tensor) -> None:

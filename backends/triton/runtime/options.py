@@ -16,7 +16,10 @@ from deltazoo.backends.triton.support import Options
 
 _PACKAGE = "deltazoo.backends.triton."
 # Portable Triton kernels whose code holds for any number of warps and stages.
-FAMILIES = ("attention", "conv", "fast_weights", "glu", "least_squares", "levels", "loss", "norm", "rotary")
+FAMILIES = (
+    "attention", "conv", "fast_weights", "gemv", "glu", "least_squares", "levels", "loss", "momentum", "norm", "rotary",
+    "shared_keys",
+)  # fmt: skip
 
 _forced: dict[OperatorKey, Options] = {}
 _seen: list[dict[OperatorKey, Options]] = []  # innermost `launches_seen` last

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update.check import check_integer, check_type
-from deltazoo.blocks.generation.engine.pool import Job, Pool
-from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree
+from deltazoo.blocks.generation.engine.pages import row_states
+from deltazoo.blocks.generation.engine.pool import Job, Pool, grant_pages
+from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, default_limit
 from deltazoo.blocks.generation.engine.request import (
     Continuation,
     Event,
@@ -25,23 +26,32 @@ from deltazoo.blocks.generation.engine.request import (
     TokenLogprobs,
     check_prompt,
 )
-from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, DrawKind, Drawn
+from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, REJECTED, DrawKind, Drawn
 from deltazoo.blocks.generation.engine.steps import Steps, step_sizes
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel, check_model
 
-PREFIX_SHARE = 1 / 8  # of the memory of a CUDA device that snapshots of prefixes take by default
-PREFIX_BYTES = 2**28  # on other devices
 _MOST_PIECES = 8  # prompts that are read at the same time
 _MOST_CANDIDATES = 256  # waiting requests that a step considers
 
 
 class EngineCounts(NamedTuple):
-    """What an engine has done: steps, tokens of prompts that it read, and those whose state a snapshot had."""
+    """What an engine has done.
+
+    steps: calls of `step`. read, reused: tokens of prompts that it read, and those whose state a snapshot had. passes:
+    of one request each, with drafts; passed: tokens that they gave.
+    """
 
     steps: int = 0
     read: int = 0
     reused: int = 0
+    passes: int = 0
+    passed: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Mean number of tokens of a pass with drafts, from 1 to 1 + the number of drafts; None without passes."""
+        return self.passed / self.passes if self.passes else None
 
 
 class _Flight(NamedTuple):
@@ -64,12 +74,17 @@ class Engine:
     Args:
         model: its state has one row per slot.
         slots: maximum number of requests that are in progress; others wait.
-        step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows.
-        cache_tokens: number of tokens that the caches of attention hold, an equal share for each slot; None: for models
-            without such caches.
+        step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows; None: 2048, or more if
+            the decoding rows alone may read so many.
+        cache_tokens: number of tokens that the caches of attention hold for all requests and snapshots, in pages of 64,
+            which a request reserves before its prompt is read; None: for models without such caches.
         prefix_bytes: memory for snapshots of states after prefixes of prompts, which other prompts reuse; 0: none are
             kept; None: an eighth of the memory of a CUDA device, 256 MiB elsewhere.
         compile: compile the decoding step for each of its sizes, as `Decoder` does.
+        speculate: number of tokens that a decoding step drafts for each request by prompt lookup, and verifies in one
+            pass with the next one (`deltazoo.blocks.generation.speculation`); 0: none. Each request advances by its own
+            number of accepted drafts. Steps of many requests have no drafts. A request needs space for so many tokens
+            more in the caches.
     Raises: InputError or a subclass; StateError: the model needs `cache_tokens`.
     """
 
@@ -77,27 +92,32 @@ class Engine:
         self,
         model: TokenModel,
         slots: int = 64,
-        step_tokens: int = 2048,
+        step_tokens: int | None = None,
         cache_tokens: int | None = None,
         prefix_bytes: int | None = None,
         compile: bool = False,
+        speculate: int = 0,
     ) -> None:
         check_model(model)
         check_integer("slots", slots)
+        check_integer("speculate", speculate, 0)
+        step_tokens = max(2048, slots * (2 + speculate)) if step_tokens is None else step_tokens
         check_integer("step_tokens", step_tokens)
-        if step_tokens <= slots:
-            raise ValueRangeError(f"step_tokens must be above slots = {slots}, got {step_tokens}")
-        if cache_tokens is not None and cache_tokens < slots:
-            raise ValueRangeError(f"cache_tokens must be at least slots = {slots}, got {cache_tokens}")
-        self.model, self.step_tokens = model, step_tokens
-        self.capacity = None if cache_tokens is None else cache_tokens // slots
+        if step_tokens <= slots * (1 + speculate):
+            drafts = f" * {1 + speculate} tokens of a pass" if speculate else ""
+            raise ValueRangeError(f"step_tokens must be above slots = {slots}{drafts}, got {step_tokens}")
+        self.model, self.step_tokens, self.speculate = model, step_tokens, speculate
+        states = row_states(model, cache_tokens, slots)
+        self.capacity, self.pages = states.longest, states.pages
         on_cuda = model.device.type == "cuda"
         pieces = min(slots, _MOST_PIECES)
         sizes = step_sizes(1, slots, halves=not compile) if on_cuda or compile else None
-        self._decoding = Pool(model, slots, self.capacity, sizes)
-        self._reading = Pool(model, pieces, self.capacity, step_sizes(1, pieces, False) if on_cuda else None)
-        limit = _default_prefix_bytes(model.device) if prefix_bytes is None else prefix_bytes
-        self.prefixes = PrefixTree(limit) if limit >= self._reading.row_bytes else None
+        self._decoding = Pool(model, slots, states, sizes, speculate)
+        sizes = step_sizes(1, pieces, False) if on_cuda else None
+        self._reading = Pool(model, pieces, states, sizes, speculate)
+        limit = default_limit(model.device) if prefix_bytes is None else prefix_bytes
+        has_space = limit >= self._reading.row_bytes
+        self.prefixes = PrefixTree(limit, self.pages, states.page_bytes) if has_space else None
         self.counts = EngineCounts()
         self._steps = Steps(model, step_tokens, compile)
         self._codec = TextCodec.of(model)
@@ -133,17 +153,18 @@ class Engine:
             raise ValueRangeError(f"seed must be a number or None for a request, got {sampling.seed}")
         tokens, vocab = self._tokens(prompt), self.model.spec.vocab
         check_prompt(tokens, vocab)
-        longest = len(tokens) + sampling.max_tokens - 1  # the last token is not read
+        longest = len(tokens) + sampling.max_tokens - 1 + self.speculate  # the last token is not read
         if self.capacity is not None and longest > self.capacity:
+            drafts = f", and {self.speculate} drafted ones" if self.speculate else ""
             raise StateError(
-                f"a slot holds {self.capacity} tokens (cache_tokens / slots), but the request needs {longest}: "
-                f"{len(tokens)} of the prompt and {sampling.max_tokens} new ones, the last of which is not read"
+                f"the caches hold at most {self.capacity} tokens of a request, but it needs {longest}: "
+                f"{len(tokens)} of the prompt and {sampling.max_tokens} new ones, the last of which is not read{drafts}"
             )
         seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
         request = Request(tokens, sampling)
         continuation = Continuation(request, self._codec, isinstance(prompt, str), vocab)
         prompt_T = torch.tensor(tokens, device="cpu")
-        job = Job(request, continuation, next(self._numbers), prompt_T, seed)
+        job = Job(request, continuation, next(self._numbers), prompt_T, seed, longest)
         if self.prefixes is not None:
             job.node = self.prefixes.insert(prompt_T)
         self._waiting.append(job)
@@ -229,14 +250,18 @@ class Engine:
             self._open.discard(event.request)
 
     def _forget(self, job: Job) -> None:
+        if self.pages is not None:
+            self.pages.release(job.pages)
+            job.pages = []
         if self.prefixes is not None and job.node is not None:
             self.prefixes.release(job.node)
             job.node = None
 
     def _admit(self) -> None:
-        """Start to read the prompts of waiting requests, oldest first, while there are slots.
+        """Start to read the prompts of waiting requests, oldest first, while there are slots and pages.
 
-        A request waits as long as another one reads a prefix that both share.
+        A request waits as long as another one reads a prefix that both share. One that waits for pages lets no later
+        one pass, which could delay it for ever.
         """
         reading, decoding = self._reading, self._decoding
         for job in list(itertools.islice(self._waiting, _MOST_CANDIDATES)):
@@ -248,6 +273,8 @@ class Engine:
                 if self.prefixes.must_wait(job.node, readers):
                     continue
                 snapshot = self.prefixes.find(job.node)
+            if self.pages is not None and not grant_pages(job, snapshot, self.pages, self.prefixes):
+                return
             reading.join(job, snapshot)
             self._waiting.remove(job)
             job.request.reused = job.read
@@ -256,7 +283,8 @@ class Engine:
     def _read_pieces(self) -> None:
         """Read a piece of each prompt within the budget, and draw the first token where it was the last piece."""
         pool = self._reading
-        budget = self.step_tokens - len(self._decoding)
+        decoding = self._decoding
+        budget = self.step_tokens - len(decoding) * (1 + decoding.drafted(decoding.width))
         pieces = [pool.jobs[0].prompt[:0]] * len(pool)
         for row in sorted(range(len(pool)), key=lambda row: pool.jobs[row].number):
             job = pool.jobs[row]
@@ -271,6 +299,7 @@ class Engine:
             job.read += len(pieces[row])
             if job.read == len(job.prompt):
                 complete[row] = job
+                pool.begin_draws(row)
             tree, node = self.prefixes, job.node
             if tree is not None and node is not None and len(pieces[row]) and tree.wants(node, job.read):
                 tree.store(node, pool.snapshot(row))
@@ -287,17 +316,23 @@ class Engine:
                 pool.move(row, self._decoding)
 
     def _decode_rows(self) -> None:
-        """Decode a token of every row of the decoding pool: a step of the model, then a draw."""
-        self._steps.decode(self._decoding)
-        self._draw(self._decoding, list(self._decoding.jobs))
+        """Decode the rows of the decoding pool: a step of the model, or a pass with drafts, and a draw."""
+        pool, jobs = self._decoding, list[Job | None](self._decoding.jobs)
+        if not pool.drafted(pool.width):
+            self._steps.decode(pool)
+            self._draw(pool, jobs)
+            return
+        self._steps.verify(pool)
+        self._draw(pool, jobs, self.speculate)
+        self._steps.commit(pool)
 
-    def _draw(self, pool: Pool, jobs: list[Job | None]) -> None:
-        """Draw a token per row, and start to copy those of the jobs to the host."""
+    def _draw(self, pool: Pool, jobs: list[Job | None], drafted: int = 0) -> None:
+        """Draw the tokens of each row, and start to copy those of the jobs to the host."""
         active = [job for job in jobs if job is not None]
         kind = DrawKind.of(job.request.sampling for job in active)
         if kind.samples:
-            pool.set_uniforms([0.0 if job is None else job.next_uniform() for job in jobs])
-        drawn = self._steps.draw(pool, kind)
+            pool.set_uniforms(jobs)
+        drawn = self._steps.draw(pool, kind, drafted)
         for job in active:
             job.drawn += 1
         self._in_flight.append(_start_copy(jobs, drawn))
@@ -306,20 +341,29 @@ class Engine:
         """Give the drawn tokens to their requests."""
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        tokens = flight.drawn.token.tolist()
-        for row, job in enumerate(flight.jobs):
+        for row, (job, tokens) in enumerate(zip(flight.jobs, flight.drawn.token.tolist(), strict=False)):
             if job is None or job.request.done:
                 continue
-            if tokens[row] == NOT_FINITE:
-                error = ValueRangeError("the logits of the request must be finite, got NaN or inf")
-                self._end(job.request, "error", error)
-                continue
-            count = job.request.sampling.logprobs
-            logprobs = None if count is None else _logprobs(flight.drawn, row, count)
-            try:
-                self._record(job.continuation.append(tokens[row], logprobs))
-            except Exception as error:  # of the tokenizer
-                self._end(job.request, "error", error)
+            counted = [token for token in tokens if token != REJECTED]
+            if len(tokens) > 1:
+                job.drawn += len(counted) - 1
+                job.request.passes += 1
+                counts = self.counts
+                self.counts = counts._replace(passes=counts.passes + 1, passed=counts.passed + len(counted))
+            for place, token in enumerate(counted):
+                if not job.request.done:
+                    self._append(job, token, _logprobs(flight.drawn, row, place, job.request.sampling.logprobs))
+
+    def _append(self, job: Job, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a token to a request, which may end it."""
+        if token == NOT_FINITE:
+            error = ValueRangeError("the logits of the request must be finite, got NaN or inf")
+            self._end(job.request, "error", error)
+            return
+        try:
+            self._record(job.continuation.append(token, logprobs))
+        except Exception as error:  # of the tokenizer
+            self._end(job.request, "error", error)
 
     @contextmanager
     def _ending_on_error(self, jobs: list[Job]) -> Iterator[None]:
@@ -344,16 +388,14 @@ def _start_copy(jobs: list[Job | None], drawn: Drawn) -> _Flight:
     return _Flight(jobs, Drawn(**copies), arrived)
 
 
-def _logprobs(drawn: Drawn, row: int, count: int) -> TokenLogprobs:
+def _logprobs(drawn: Drawn, row: int, place: int, count: int | None) -> TokenLogprobs | None:
+    """Return the log-probabilities at a token of a row, with the `count` most likely ones; None: none are reported."""
+    if count is None:
+        return None
     assert drawn.logprob is not None
     top: tuple[tuple[int, float], ...] = ()
     if count:
         assert drawn.top_token is not None and drawn.top_logprob is not None
-        top = tuple(zip(drawn.top_token[row, :count].tolist(), drawn.top_logprob[row, :count].tolist(), strict=True))
-    return TokenLogprobs(float(drawn.logprob[row]), top)
-
-
-def _default_prefix_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PREFIX_BYTES
-    return int(PREFIX_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        tokens, values = drawn.top_token[row, place, :count], drawn.top_logprob[row, place, :count]
+        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(drawn.logprob[row, place]), top)

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
-from deltazoo.blocks.generation.engine.prefix_tree import Node, Snapshot
+from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, DraftRows, PassBuffers
+from deltazoo.blocks.generation.engine.pages import PageAllocator, RowStates, tensors_of
+from deltazoo.blocks.generation.engine.prefix_tree import Node, PrefixTree, Snapshot
 from deltazoo.blocks.generation.engine.request import Continuation, Request
 from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, RowSampling
 from deltazoo.blocks.generation.philox import uniforms
@@ -33,8 +35,11 @@ class Job:
         prompt: its tokens [T] on the CPU.
         node: its node in the prefix tree, if there is one.
         seed: of its random numbers.
+        longest: most tokens that its caches hold.
         read: tokens of the prompt that its state includes.
-        drawn: tokens that the device has been told to draw, which may be more than have arrived.
+        pages: those of its caches, which hold its tokens in this order.
+        drawn: tokens that the device has been told to draw, which may be more than have arrived. Accepted drafts count
+            when they arrive.
     """
 
     request: Request
@@ -42,24 +47,28 @@ class Job:
     number: int
     prompt: Tensor
     seed: int
+    longest: int
     node: Node | None = None
     read: int = 0
+    pages: list[int] = field(default_factory=list)
     drawn: int = 0
     _numbers: list[float] = field(default_factory=list)
+    _first: int = 0  # the number of the first of `_numbers`
 
     @property
     def has_drawn_all(self) -> bool:
         return self.drawn >= self.request.sampling.max_tokens
 
-    def next_uniform(self) -> float:
-        """Return the random number of the next token: that of a batch of this request and seed alone."""
+    def next_uniforms(self, count: int) -> list[float]:
+        """Return the random numbers of the next tokens: those of a batch of this request and seed alone."""
         if self.request.sampling.temperature == 0:
-            return 0.0
-        at = self.drawn % _NUMBERS
-        if not at or not self._numbers:
+            return [0.0] * count
+        at = self.drawn - self._first
+        if at < 0 or at + count > len(self._numbers):
             seed_1 = torch.tensor([self.seed], device="cpu")
-            self._numbers = uniforms(seed_1, torch.zeros_like(seed_1), self.drawn - at, _NUMBERS)[:, 0].tolist()
-        return self._numbers[at]
+            numbers_N1 = uniforms(seed_1, torch.zeros_like(seed_1), self.drawn, _NUMBERS + count)
+            self._numbers, self._first, at = numbers_N1[:, 0].tolist(), self.drawn, 0
+        return self._numbers[at : at + count]
 
 
 class _Rows(NamedTuple):
@@ -69,6 +78,7 @@ class _Rows(NamedTuple):
     tokens: Tensor
     sampling: RowSampling
     seen: Tensor
+    drafts: DraftRows | tuple[()]
 
 
 class Pool:
@@ -76,24 +86,33 @@ class Pool:
 
     Args:
         rows: R.
-        capacity: number of tokens per row of caches that keep every token; None: the model has none.
+        states: of which the pools of an engine share the pages.
         sizes: numbers of rows that steps run on, in ascending order up to R; None: as many as there are requests.
+        drafted: number of tokens that a pass drafts; 0: there are no passes.
     """
 
-    def __init__(self, model: TokenModel, rows: int, capacity: int | None, sizes: Sequence[int] | None) -> None:
-        self.rows, self.capacity, self.sizes = rows, capacity, sizes
+    def __init__(
+        self, model: TokenModel, rows: int, states: RowStates, sizes: Sequence[int] | None, drafted: int = 0
+    ) -> None:
+        self.rows, self.capacity, self.sizes, self._states = rows, states.longest, sizes, states
         self.jobs: list[Job] = []
         device = model.device
-        self._buffers = new_buffers(model, rows, capacity)
+        state, self._table = states.spread(rows)
+        self._buffers = new_buffers(model, rows, state)
         sampling = RowSampling.empty(rows, device)
         self._seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device=device)
+        self._drafts = DraftRows.empty(rows, self.capacity, device) if drafted else None
+        self._read = torch.zeros(rows, drafted + 1, dtype=torch.int64, device=device)
+        self._logits = torch.zeros(rows if drafted else 0, drafted + 1, model.spec.vocab, device=device)  # of a pass
+        self._accepted = torch.zeros(rows, dtype=torch.int32, device=device)
+        # Up to `drafted` tokens that the host does not know of precede those of a pass.
+        self.numbers = 2 * drafted + 1
         # MPS has no float64
-        self._uniform = torch.zeros(rows, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self._leaves, self._structure = tree_flatten(self._buffers.state)
-        self._own = _Rows(self._leaves, self._buffers.tokens, sampling, self._seen)
-        with torch.no_grad():
-            self._initial = tree_leaves(model.init_state(1, capacity))
-        self._is_cache = [_keeps_every_token(model, i, x, capacity) for i, x in enumerate(self._initial)]
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self._uniform = torch.zeros(rows, 1 + self.numbers, dtype=wide, device=device)
+        self._leaves, self._initial = tensors_of(state, self._table), tensors_of(states.initial, states.table)
+        own = self._leaves if self._table is None else [*self._leaves, self._table]
+        self._own = _Rows(own, self._buffers.tokens, sampling, self._seen, self._drafts or ())
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -104,8 +123,8 @@ class Pool:
 
     @property
     def row_bytes(self) -> int:
-        """The size of the state of a row."""
-        return sum(x.numel() * x.element_size() for x in self._initial)
+        """The size of the state of a row, with one page."""
+        return sum(x.numel() * x.element_size() for x in self._initial) + self._states.page_bytes
 
     @property
     def width(self) -> int:
@@ -113,37 +132,77 @@ class Pool:
         count = len(self.jobs)
         return count if self.sizes is None else next(size for size in self.sizes if size >= count)
 
+    def drafted(self, rows: int) -> int:
+        """Return the number of tokens that a step of so many rows drafts for each."""
+        drafted = self._read.shape[1] - 1
+        return drafted if rows * (drafted + 1) <= MOST_TOKENS else 0
+
     def buffers(self, rows: int) -> Buffers:
         """Return views of the first rows for a step of the model."""
-        state = tree_unflatten([x[:rows] for x in self._leaves], self._structure)
+        state = tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, self._buffers.state)
         return Buffers(self._buffers.tokens[:rows], self._buffers.logits[:rows], state)
 
-    def draw_buffers(self, rows: int) -> DrawBuffers:
-        """Return views of the first rows for a draw."""
-        own = self._own
-        sampling = RowSampling(*(x[:rows] for x in own.sampling))
+    def pass_buffers(self, rows: int) -> PassBuffers:
+        """Return views of the first rows for a pass with drafts."""
+        assert self._drafts is not None
+        tokens, _, state = self.buffers(rows)
+        history, read, logits, accepted = self._drafts.history, self._read, self._logits, self._accepted
+        return PassBuffers(tokens, history[:rows], read[:rows], logits[:rows], accepted[:rows], state)
+
+    def draw_buffers(self, rows: int, drafted: int = 0) -> DrawBuffers:
+        """Return views of the first rows for a draw after a step, or after a pass with drafts."""
+        own, tokens = self._own, self._buffers.tokens[:rows]
+        read, logits = (self._read, self._logits) if drafted else (tokens, self._buffers.logits[:, None])
         return DrawBuffers(
-            own.tokens[:rows], self._buffers.logits[:rows], sampling, own.seen[:rows], self._uniform[:rows]
+            tokens=tokens,
+            read=read[:rows],
+            logits=logits[:rows],
+            sampling=RowSampling(*(x[:rows] for x in own.sampling)),
+            seen=own.seen[:rows],
+            uniform=self._uniform[:rows],
+            accepted=self._accepted[:rows],
+            drafts=None if self._drafts is None else DraftRows(*(x[:rows] for x in self._drafts)),
         )
 
-    def set_uniforms(self, numbers: list[float]) -> None:
-        """Write the random numbers of the first rows, without waiting for the device."""
-        host = torch.tensor(numbers, dtype=self._uniform.dtype, device="cpu")
+    def set_uniforms(self, jobs: Sequence[Job | None]) -> None:
+        """Write the next random numbers of the first rows, without waiting for the device."""
+        count = self.numbers
+        rows = [[0.0] * (1 + count) if job is None else [job.drawn, *job.next_uniforms(count)] for job in jobs]
+        host = torch.tensor(rows, dtype=self._uniform.dtype, device="cpu")
         if self._uniform.is_cuda:
             host = host.pin_memory()
         self._uniform[: len(host)].copy_(host, non_blocking=True)
 
     def join(self, job: Job, snapshot: Snapshot | None) -> None:
-        """Give a job the next row, with the state of a snapshot, or the one before the first token."""
-        row, sampling = len(self.jobs), job.request.sampling
+        """Give a job the next row, with the state of a snapshot, or the one before the first token.
+
+        The job has its pages, the full ones of the snapshot included.
+        """
+        row, state = len(self.jobs), _rows(self._leaves, len(self.jobs))
         self.jobs.append(job)
-        state = _rows(self._leaves, row)
+        if self._table is not None:
+            host = torch.tensor(job.pages, dtype=torch.int32, device="cpu")
+            host = host.pin_memory() if self._table.is_cuda else host
+            self._table[row, : len(host)].copy_(host, non_blocking=True)
         if snapshot is None:
             torch._foreach_copy_(state, self._initial)
         else:
             self._restore(state, snapshot)
             job.read = snapshot.length
+            self._own_last_page(job, snapshot)
+
+    def _own_last_page(self, job: Job, snapshot: Snapshot) -> None:
+        """Copy the page of a snapshot that is not full, in which the job continues, to the job's page."""
+        pages = self._states.pages
+        if pages is not None and (full := pages.full(snapshot.length)) < len(snapshot.pages):
+            self._states.copy_page(snapshot.pages[full], job.pages[full])
+
+    def begin_draws(self, row: int) -> None:
+        """Write what draws for a row read, once its prompt is complete: draws for other rows change it before."""
+        job, sampling = self.jobs[row], self.jobs[row].request.sampling
         self._own.sampling.set_row(row, sampling)
+        if self._drafts is not None:
+            self._drafts.set_row(row, job.prompt, sampling.max_tokens)
         if sampling.repetition_penalty != 1:
             self._seen[row].zero_()
             self._seen[row].index_fill_(0, job.prompt.to(self._seen.device, non_blocking=True), True)
@@ -161,6 +220,8 @@ class Pool:
             _copy_row(self._own, last, self._own, row)
             self.jobs[row] = self.jobs[last]
         self.jobs.pop()
+        if self._table is not None:
+            self._table[last].zero_()  # steps of more rows than requests must not write to pages of others
         return job
 
     def snapshot(self, row: int) -> Snapshot:
@@ -168,19 +229,36 @@ class Pool:
         length = self.jobs[row].read
         parts = [
             (x[:, :length] if is_cache else x)
-            for x, is_cache in zip(_rows(self._leaves, row), self._is_cache, strict=True)
+            for x, is_cache in zip(_rows(self._leaves, row), self._states.is_cache, strict=True)
         ]
         copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in parts]
         torch._foreach_copy_(copies, parts)
-        return Snapshot(length, copies)
+        pages = self._states.pages
+        return Snapshot(length, copies, () if pages is None else tuple(self.jobs[row].pages[: pages.pages_of(length)]))
 
     def _restore(self, state: list[Tensor], snapshot: Snapshot) -> None:
-        for row, initial, saved, is_cache in zip(state, self._initial, snapshot.tensors, self._is_cache, strict=True):
+        of_caches = self._states.is_cache
+        for row, initial, saved, is_cache in zip(state, self._initial, snapshot.tensors, of_caches, strict=True):
             if is_cache:
                 row.copy_(initial)
                 row[:, : snapshot.length].copy_(saved)
-        whole = [not is_cache for is_cache in self._is_cache]
+        whole = [not is_cache for is_cache in of_caches]
         torch._foreach_copy_(_where(state, whole), _where(snapshot.tensors, whole))
+
+
+def grant_pages(job: Job, snapshot: Snapshot | None, pages: PageAllocator, prefixes: PrefixTree | None) -> bool:
+    """Give a job all pages that it may need, of which it shares the full ones of a snapshot.
+
+    Returns: False if too few are free, also without the snapshots that no request uses.
+    """
+    shared = () if snapshot is None else snapshot.pages[: pages.full(snapshot.length)]
+    needed = pages.pages_of(job.longest) - len(shared)
+    pages.share(shared)
+    if needed > pages.free and (prefixes is None or not prefixes.make_room(needed)):
+        pages.release(shared)
+        return False
+    job.pages = [*shared, *pages.take(needed)]
+    return True
 
 
 def _rows(tensors: list[Tensor], row: int) -> list[Tensor]:
@@ -194,11 +272,3 @@ def _where(tensors: list[Tensor], chosen: list[bool]) -> list[Tensor]:
 def _copy_row(source: _Rows, row: int, target: _Rows, to: int) -> None:
     sources, targets = (_rows(tree_leaves(rows), i) for rows, i in ((source, row), (target, to)))
     torch._foreach_copy_(targets, sources)
-
-
-def _keeps_every_token(model: TokenModel, index: int, initial: Tensor, capacity: int | None) -> bool:
-    """Whether a tensor of the state has a slot for each token in dimension 1, the first ones of which are filled."""
-    if capacity is None or initial.dim() < 2 or initial.shape[1] != capacity:
-        return False
-    larger = tree_leaves(tree_map(lambda x: x, model.init_state(0, capacity + 1)))[index]
-    return bool(larger.shape[1] == capacity + 1)

@@ -4,6 +4,7 @@ An edge is a run of tokens, so a node is a prefix. A node may hold a snapshot: w
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,19 +12,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.blocks.generation.engine.pages import PageAllocator
+
 LEAST_SHARED = 16  # tokens that a snapshot must save to be worth its memory
 SPACING = 512  # tokens between two snapshots of one prompt where no other prompt has parted from it yet
+MEMORY_SHARE = 1 / 8  # of a CUDA device that snapshots take by default
+MEMORY_BYTES = 2**28  # on other devices
 _clock = itertools.count()
 
 
 class Snapshot(NamedTuple):
-    """The state of one row after `length` tokens: its tensors, without the slots of a cache that are still empty."""
+    """The state of one row after `length` tokens: its tensors, without the slots of a cache that are still empty.
+
+    pages: of caches, shared with the request that wrote them. In the last one it may write further tokens.
+    """
 
     length: int
     tensors: list[Tensor]
+    pages: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
+        """The size of the tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors)
 
 
@@ -51,10 +61,15 @@ class Node:
 
 
 class PrefixTree:
-    """Prompts and snapshots of their prefixes, the least recently used of which is dropped beyond `limit` bytes."""
+    """Prompts and snapshots of their prefixes, the least recently used of which is dropped beyond `limit` bytes.
 
-    def __init__(self, limit: int) -> None:
+    Args: pages: of the caches, None without; page_bytes: their size. A page counts once for all snapshots.
+    """
+
+    def __init__(self, limit: int, pages: PageAllocator | None = None, page_bytes: int = 0) -> None:
         self.limit, self.bytes = limit, 0
+        self._pages, self._page_bytes = pages, page_bytes
+        self._held: Counter[int] = Counter()  # snapshots of each page
         self._root = Node(torch.empty(0, dtype=torch.int64, device="cpu"), None, 0)
         self._stored: set[Node] = set()
 
@@ -70,7 +85,7 @@ class PrefixTree:
             child = node.children.get(int(rest[0]))
             if child is None:
                 is_shared = False
-                child = Node(rest, node, node.depth + len(rest))
+                child = Node(rest.clone(), node, node.depth + len(rest))  # a view would keep the whole prompt
                 node.children[int(rest[0])] = child
             elif (common := _common_length(child.edge, rest)) < len(child.edge):
                 is_shared, child = True, self._split(child, common)
@@ -125,13 +140,32 @@ class PrefixTree:
     def store(self, node: Node, snapshot: Snapshot) -> None:
         """Store the snapshot of a prefix of a prompt, unless it is larger than the limit."""
         prefix = self.at(node, snapshot.length)
-        if prefix.snapshot is None and snapshot.bytes <= self.limit:
+        if prefix.snapshot is None and snapshot.bytes + len(snapshot.pages) * self._page_bytes <= self.limit:
             prefix.snapshot, prefix.last_use = snapshot, next(_clock)
-            self.bytes += snapshot.bytes
+            self.bytes += snapshot.bytes + sum(not self._held[page] for page in snapshot.pages) * self._page_bytes
+            self._held.update(snapshot.pages)
+            if self._pages is not None:
+                self._pages.share(snapshot.pages)
             self._stored.add(prefix)
             while self.bytes > self.limit:
-                self._drop(min(self._stored, key=lambda stored: stored.last_use))
+                self._drop(self._oldest(self._stored))
         self._prune(prefix)
+
+    def make_room(self, count: int) -> bool:
+        """Drop the least recently used snapshots until `count` pages are free; none and False if that cannot be."""
+        pages = self._pages
+        assert pages is not None
+        reclaimable = {page for page, held in self._held.items() if held == pages.users(page)}
+        if pages.free + len(reclaimable) < count:
+            return False
+        while pages.free < count:
+            holders = (node for node in self._stored if not reclaimable.isdisjoint(_pages(node)))
+            self._drop(self._oldest(holders))
+        return True
+
+    @staticmethod
+    def _oldest(nodes: Iterable[Node]) -> Node:
+        return min(nodes, key=lambda node: node.last_use)
 
     def at(self, node: Node, depth: int) -> Node:
         """Return the node of the first `depth` tokens of a prompt, which is made if there is none."""
@@ -161,8 +195,15 @@ class PrefixTree:
         return next((p.depth for p in node.path() if p.depth < depth and p.snapshot is not None), 0)
 
     def _drop(self, node: Node) -> None:
-        assert node.snapshot is not None
-        self.bytes -= node.snapshot.bytes
+        snapshot = node.snapshot
+        assert snapshot is not None
+        self._held.subtract(snapshot.pages)
+        given_up = [page for page in snapshot.pages if not self._held[page]]
+        for page in given_up:
+            del self._held[page]
+        self.bytes -= snapshot.bytes + len(given_up) * self._page_bytes
+        if self._pages is not None:
+            self._pages.release(snapshot.pages)
         node.snapshot = None
         self._stored.discard(node)
         self._prune(node)
@@ -178,6 +219,17 @@ class PrefixTree:
                 return
             del parent.children[int(node.edge[0])]
             node = parent
+
+
+def default_limit(device: torch.device) -> int:
+    """Return the memory that snapshots take by default."""
+    if device.type != "cuda":
+        return MEMORY_BYTES
+    return int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _pages(node: Node) -> tuple[int, ...]:
+    return () if node.snapshot is None else node.snapshot.pages
 
 
 def _common_length(a: Tensor, b: Tensor) -> int:

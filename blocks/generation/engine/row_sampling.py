@@ -1,6 +1,6 @@
-"""Draw one token per row, each row by its own sampling parameters, without synchronisation.
+"""Draw tokens of rows, each row by its own sampling parameters, without synchronisation.
 
-B rows, L vocabulary, K reported tokens
+B rows, T tokens of a row: 1, and the number of drafts that are verified; L vocabulary, K reported tokens
 """
 
 import math
@@ -10,10 +10,13 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from deltazoo.blocks.generation.engine.drafts import DraftRows
 from deltazoo.blocks.generation.sampling import Sampling, draw_tokens, keep_largest, penalize
+from deltazoo.blocks.generation.speculation import accept, seen_before_each
 
 MOST_REPORTED = 20  # upper bound of `Sampling.logprobs`
-NOT_FINITE = -1  # in place of a token: the logits of the row are NaN or infinite
+NOT_FINITE = -1  # in place of a token: its logits are NaN or infinite
+REJECTED = -2  # in place of a token: the draft before it was rejected
 
 
 class RowSampling(NamedTuple):
@@ -72,8 +75,8 @@ class DrawKind(NamedTuple):
 class Drawn(NamedTuple):
     """The result of a draw.
 
-    token: [B] int64, `NOT_FINITE` where the logits are not. logprob: [B], or None. top_token, top_logprob: [B, K], the
-    most likely tokens in descending order, or None.
+    token: [B, T] int64; `NOT_FINITE` where the logits are not, and `REJECTED` after the last token that counts.
+    logprob: [B, T], or None. top_token, top_logprob: [B, T, K], the most likely tokens in descending order, or None.
     """
 
     token: Tensor
@@ -83,36 +86,72 @@ class Drawn(NamedTuple):
 
 
 class DrawBuffers(NamedTuple):
-    """What a draw reads and writes: tokens [B, 1], logits [B, L], parameters, tokens seen [B, L] bool, uniform [B]."""
+    """What a draw reads and writes.
+
+    tokens: [B, 1], the next ones. read: [B, T], those that the logits [B, T, L] follow. seen: [B, L] bool, the tokens
+    of prompt and continuation. uniform: [B, 1 + W] random numbers, preceded by the number of the first one. accepted:
+    [B] int32, how many tokens count. drafts: None: the engine drafts no tokens, and T is 1.
+    """
 
     tokens: Tensor
+    read: Tensor
     logits: Tensor
     sampling: RowSampling
     seen: Tensor
     uniform: Tensor
+    accepted: Tensor
+    drafts: DraftRows | None
 
 
 def draw(buffers: DrawBuffers, kind: DrawKind) -> Drawn:
-    """Draw the tokens, write them to `tokens` and `seen`, and return them."""
-    raw_BL, sampling = buffers.logits, buffers.sampling
-    is_finite_B = raw_BL.isfinite().all(-1)
-    logits_BL = penalize(raw_BL, buffers.seen, sampling.penalty) if kind.penalizes else raw_BL
-    token_B = logits_BL.argmax(-1)
-    if kind.samples:
-        sampled_B = draw_tokens(_filter_rows(logits_BL, sampling, kind.filters), buffers.uniform)
-        token_B = torch.where(sampling.temperature[:, 0] > 0, sampled_B, token_B)
-    buffers.tokens.copy_(token_B[:, None])
+    """Draw the tokens, write the next ones, update what was seen and what drafts need, and return the tokens."""
+    raw_BTL, sampling, (B, T) = buffers.logits, buffers.sampling, buffers.read.shape
+    logits_BTL = raw_BTL
     if kind.penalizes:
-        buffers.seen.scatter_(1, buffers.tokens, True)
-    drawn = Drawn(torch.where(is_finite_B, token_B, NOT_FINITE))
+        logits_BTL = penalize(raw_BTL, seen_before_each(buffers.seen, buffers.read), sampling.penalty[:, None])
+    token_BT = logits_BTL.argmax(-1)
+    if kind.samples:
+        of_tokens = RowSampling(*(x.repeat_interleave(T, 0) for x in sampling)) if T > 1 else sampling
+        filtered_NL = _filter_rows(logits_BTL.flatten(0, 1), of_tokens, kind.filters)
+        sampled_BT = draw_tokens(filtered_NL, _numbers(buffers).flatten()).view(B, T)
+        token_BT = torch.where(sampling.temperature > 0, sampled_BT, token_BT)
+    drawn = Drawn(_keep_accepted(buffers, token_BT, torch.where(raw_BTL.isfinite().all(-1), token_BT, NOT_FINITE)))
+    if kind.penalizes:
+        # a token that does not count is replaced by the next one, which counts or has been seen
+        buffers.seen.scatter_(1, torch.where(drawn.token == REJECTED, buffers.tokens, token_BT), True)
     if not kind.reports:
         return drawn
-    logprob_BL = raw_BL.log_softmax(-1)
-    drawn = drawn._replace(logprob=logprob_BL.gather(1, token_B[:, None])[:, 0])
+    logprob_BTL = raw_BTL.log_softmax(-1)
+    drawn = drawn._replace(logprob=logprob_BTL.gather(2, token_BT[..., None])[..., 0])
     if kind.reports == 1:
         return drawn
-    top = logprob_BL.topk(min(MOST_REPORTED, logprob_BL.shape[1]), -1)
+    top = logprob_BTL.topk(min(MOST_REPORTED, logprob_BTL.shape[-1]), -1)
     return drawn._replace(top_token=top.indices, top_logprob=top.values)
+
+
+def _numbers(buffers: DrawBuffers) -> Tensor:
+    """Return the random number of each token, [B, T]."""
+    if buffers.drafts is None:
+        return buffers.uniform[:, 1:]
+    first_B = buffers.drafts.drawn - buffers.uniform[:, 0].long()
+    place_BT = 1 + first_B[:, None] + torch.arange(buffers.read.shape[1], device=first_B.device)
+    return buffers.uniform.gather(1, place_BT.clamp(1, buffers.uniform.shape[1] - 1))  # of rows without a request
+
+
+def _keep_accepted(buffers: DrawBuffers, token_BT: Tensor, checked_BT: Tensor) -> Tensor:
+    """Write the next tokens and the counts, and return the tokens with `REJECTED` where they do not count.
+
+    Args: checked_BT: the tokens, with `NOT_FINITE`, which no draft equals.
+    """
+    drafts = buffers.drafts
+    if drafts is None:
+        buffers.tokens.copy_(token_BT)
+        return checked_BT
+    count_B = torch.minimum(accept(checked_BT, buffers.read), drafts.left)
+    buffers.accepted.copy_(count_B)
+    drafts.append_(token_BT, count_B)
+    buffers.tokens.copy_(drafts.history[:, -1:])
+    return torch.where(torch.arange(token_BT.shape[1], device=count_B.device) < count_B[:, None], checked_BT, REJECTED)
 
 
 def _filter_rows(logits_BL: Tensor, sampling: RowSampling, filters: bool) -> Tensor:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.cuda_graph import capture
 from deltazoo.blocks.generation.decoder import Buffers, Decoder
+from deltazoo.blocks.generation.engine.drafts import Pass
 from deltazoo.blocks.generation.engine.pool import Pool
-from deltazoo.blocks.generation.engine.row_sampling import DrawKind, Drawn, draw
+from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, DrawKind, Drawn, draw
 from deltazoo.blocks.generation.fingerprint import runs_python_code
 from deltazoo.blocks.model.interface import TokenModel
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.state import overwrite_
+from deltazoo.mixers.core.state import overwrite_, rollback_, snapshot
 
 _LEAST_TOKENS = 64  # of the pieces of a step whose sizes are rounded up
 _log = logging.getLogger("deltazoo")
@@ -33,12 +34,21 @@ class Steps:
         self._token_sizes = step_sizes(min(_LEAST_TOKENS, step_tokens), step_tokens)
         self._decoders: dict[int, Decoder] = {}
         self._readers: dict[tuple[int, int], tuple[Tensor, Callable[[], object]]] = {}
-        self._draws: dict[tuple[Pool, int, DrawKind], tuple[Callable[[], object], list[Drawn]]] = {}
+        self._passes: dict[int, Pass] = {}
+        self._draws: dict[tuple[Pool, int, DrawKind, int], tuple[Callable[[], object], list[Drawn]]] = {}
         self._memory = torch.cuda.graph_pool_handle() if self._captures else None
 
     def decode(self, pool: Pool) -> None:
         """Read the next token of each row, and write the logits."""
         self._decoder(pool, pool.width).step()
+
+    def verify(self, pool: Pool) -> None:
+        """Draft tokens after the next one of each row, read them, and write the logits of the pass."""
+        self._pass(pool, pool.width).verify()
+
+    def commit(self, pool: Pool) -> None:
+        """Advance the states by the tokens of the pass that the draw has counted."""
+        self._pass(pool, pool.width).commit()
 
     def read(self, pool: Pool, pieces: list[Tensor]) -> None:
         """Read a piece of a prompt per row, which may be empty; write the logits of their last tokens."""
@@ -53,21 +63,24 @@ class Steps:
         packed.copy_(host.pin_memory(), non_blocking=True)
         run()
 
-    def draw(self, pool: Pool, kind: DrawKind) -> Drawn:
-        """Draw a token per row."""
+    def draw(self, pool: Pool, kind: DrawKind, drafted: int = 0) -> Drawn:
+        """Draw a token per row, or those of a pass with drafts."""
         if not self._captures:
-            return draw(pool.draw_buffers(pool.width), kind)
-        key = pool, pool.width, kind
+            return draw(pool.draw_buffers(pool.width, drafted), kind)
+        key = pool, pool.width, kind, drafted
         if key not in self._draws:
-            self._draws[key] = _captured_draw(pool, kind, self._model.device)
+            self._draws[key] = _captured_draw(pool.draw_buffers(pool.width, drafted), kind)
         replay, result = self._draws[key]
         replay()
         return result[-1]
 
     def warm_up_decoding(self, pool: Pool) -> None:
-        """Make the decoders of all sizes."""
+        """Make the decoders and passes of all sizes."""
         for rows in pool.sizes or ():
-            self._decoder(pool, rows)
+            if pool.drafted(rows):
+                self._pass(pool, rows)
+            else:
+                self._decoder(pool, rows)
 
     def warm_up_reading(self, pool: Pool) -> None:
         """Make the graphs of pieces of all sizes."""
@@ -89,6 +102,18 @@ class Steps:
                 decoder.warm_up()
             self._decoders[rows] = decoder
         return self._decoders[rows]
+
+    def _pass(self, pool: Pool, rows: int) -> Pass:
+        if rows not in self._passes:
+            on_cuda = self._model.device.type == "cuda"
+            layers = self._decoder(pool, rows).layers if self._compile and on_cuda else None
+            passes = Pass(self._model, pool.pass_buffers(rows), self._compile, layers)
+            if self._captures:
+                passes.capture(self._memory)
+            elif self._compile:
+                passes.warm_up()
+            self._passes[rows] = passes
+        return self._passes[rows]
 
     def _reader(self, pool: Pool, rows: int, tokens: int) -> tuple[Tensor, Callable[[], object]]:
         """Capture the reading of pieces of T tokens in all. The warm-up has empty pieces, which leave the states."""
@@ -129,13 +154,12 @@ def _read(model: TokenModel, buffers: Buffers, packed: Tensor, tokens: int) -> N
     buffers.logits.copy_(model.logits(x_1TD[0, last]))
 
 
-def _captured_draw(pool: Pool, kind: DrawKind, device: torch.device) -> tuple[Callable[[], object], list[Drawn]]:
-    """Capture a draw. The warm-up must not count as one: it changes the tokens and, with a penalty, those seen."""
-    buffers, result = pool.draw_buffers(pool.width), list[Drawn]()
-    before = buffers.tokens.clone(), buffers.seen.clone()
-    replay = capture(lambda: result.append(draw(buffers, kind)), device)
-    buffers.tokens.copy_(before[0])
-    buffers.seen.copy_(before[1])
+def _captured_draw(buffers: DrawBuffers, kind: DrawKind) -> tuple[Callable[[], object], list[Drawn]]:
+    """Capture a draw. The warm-up must not count as one: what it changes is restored."""
+    result, changed = list[Drawn](), [buffers.tokens, buffers.seen, *(buffers.drafts or ())]
+    before = snapshot(changed)
+    replay = capture(lambda: result.append(draw(buffers, kind)), buffers.tokens.device)
+    rollback_(changed, before)
     return replay, result[-1:]
 
 

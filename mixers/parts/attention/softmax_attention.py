@@ -110,7 +110,7 @@ def attend_packed(
     if N and k.shape[-1] == v.shape[-1] and has_flash_attention(q, v):
         keys, values, key_bounds = packed_keys(k, v, cache, cu_seqlens)
         query_bounds = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), T)])
-        return _flash(q, keys, values, scale, window, _Bounds(query_bounds, key_bounds, S + T))
+        return flash_packed(q, keys, values, scale, window, KeyBounds(query_bounds, key_bounds, S + T))
     if N > 1 and values_are_readable(cu_seqlens):
         pieces = []
         for n, (q_n, k_n, v_n) in enumerate(_split_packed((q, k, v), cu_seqlens)):
@@ -194,7 +194,7 @@ def flash_attend(
         bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
     else:
         bounds = torch.cat([cu_seqlens.int(), cu_seqlens.new_full((1,), T, dtype=torch.int32)])
-    return _flash(q, k, v, scale, window, _Bounds(bounds, bounds, T))
+    return flash_packed(q, k, v, scale, window, KeyBounds(bounds, bounds, T))
 
 
 def packed_keys(k: Tensor, v: Tensor, cache: KVCache, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +223,7 @@ def packed_keys(k: Tensor, v: Tensor, cache: KVCache, cu_seqlens: Tensor) -> tup
     return keys, values, torch.cat([bounds, (T + before_N1[-1:])]).int()
 
 
-class _Bounds(NamedTuple):
+class KeyBounds(NamedTuple):
     """Bounds of packed sequences among the queries and the keys, [N + 1] int32, and the most keys of a sequence."""
 
     queries: Tensor
@@ -231,7 +231,7 @@ class _Bounds(NamedTuple):
     most_keys: int
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bounds: _Bounds) -> Tensor:
+def flash_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bounds: KeyBounds) -> Tensor:
     """Call torch's varlen_attn on rows of sequences, whose queries are those of the last keys."""
     from torch.nn.attention.varlen import varlen_attn  # imports Triton
 

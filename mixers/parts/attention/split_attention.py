@@ -16,7 +16,13 @@ from deltazoo.backends.context_parallel.carry import previous_tokens
 from deltazoo.backends.context_parallel.exchange import connected, gather_line
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.mixers.parts.attention.caches import KVCache, token_in_slot
-from deltazoo.mixers.parts.attention.softmax_attention import attend, has_flash_attention, sdpa
+from deltazoo.mixers.parts.attention.softmax_attention import (
+    KeyBounds,
+    attend,
+    flash_packed,
+    has_flash_attention,
+    sdpa,
+)
 
 
 def attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, plan: ContextPlan) -> Tensor:
@@ -113,24 +119,28 @@ def _flash_attend_line(
 def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, plan: ContextPlan) -> Tensor:
     """Attend within a window, to the halo before each piece and to the piece's own keys.
 
-    The halo's rows have queries of 0, whose outputs are dropped. A document that began less than W - 1 tokens before
-    the piece leaves rows of the halo unused: they are a sequence of their own.
+    A document that began less than W - 1 tokens before the piece leaves rows of the halo unused: they are a sequence of
+    their own, without queries. Without flash attention the halo's rows have queries of 0, whose outputs are dropped.
     """
     past, sizes, S = W - 1, plan.local_sizes, plan.segments
     E, kv = k.shape[-1], torch.cat([k, v], -1)
-    halo = torch.unflatten(previous_tokens(kv.flatten(2), None, past, plan)[::S], -1, kv.shape[2:])
+    line, halos = previous_tokens(kv.flatten(2), None, past, plan)
+    kv, halo = (torch.unflatten(x, -1, kv.shape[2:]) for x in (line, halos[::S]))
     rows = torch.cat([torch.cat([h, x]) for h, x in zip(halo, kv[0].split(sizes), strict=True)])[None]
-    padded_q = torch.cat([torch.cat([x.new_zeros(past, *x.shape[1:]), x]) for x in q[0].split(sizes)])[None]
     reach = torch.where(plan.distance >= 0, plan.distance + plan.lengths, 0).amax(1)  # tokens of the document before
     known = torch.where(plan.receives, reach.clamp(max=past), 0)
     shift = past * torch.arange(1, len(sizes) + 1, device=q.device)
     bounds = plan.cu_seqlens.long()
-    inner = (
-        torch.unflatten(bounds[:-1], 0, (-1, S)) + shift[:, None]
-    )  # starts of the segments; the first takes in the halo
+    starts = torch.unflatten(bounds[:-1], 0, (-1, S))
+    inner = starts + shift[:, None]  # the first segment of a piece takes in the halo
     unused = inner[:, :1] - past
     heads = inner[:, :1] - known[:, None]
-    cu_seqlens = torch.cat([torch.cat([unused, heads, inner[:, 1:]], 1).flatten(), bounds[-1:] + shift[-1:]])
-    o = attend(padded_q, rows[..., :E], rows[..., E:], scale, W, cu_seqlens.int())
+    key_bounds = torch.cat([torch.cat([unused, heads, inner[:, 1:]], 1).flatten(), bounds[-1:] + shift[-1:]]).int()
+    if has_flash_attention(q, v):
+        query_bounds = torch.cat([torch.cat([starts[:, :1], starts], 1).flatten(), bounds[-1:]]).int()
+        most = KeyBounds(query_bounds, key_bounds, past + max(sizes))
+        return connected(flash_packed(q, rows[..., :E], rows[..., E:], scale, W, most), rows)
+    padded_q = torch.cat([torch.cat([x.new_zeros(past, *x.shape[1:]), x]) for x in q[0].split(sizes)])[None]
+    o = attend(padded_q, rows[..., :E], rows[..., E:], scale, W, key_bounds)
     pieces = o[0].split([past + size for size in sizes])
     return connected(torch.cat([piece[past:] for piece in pieces])[None], rows)

@@ -6,13 +6,12 @@ B rows, T time, C tokens of a chunk, G chunk slots, N sequences, H heads, K key 
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from deltazoo.backends.ops.momentum import momentum_scan, momentum_step_
-from deltazoo.backends.ops.momentum_chunks import CHUNK, Gates, MomentumOperands, MomentumToken
+from deltazoo.backends.ops.momentum_chunks import CHUNK, MomentumOperands, MomentumToken
 from deltazoo.backends.torch_ext.gather import gather_rows
-from deltazoo.backends.update.base import state_dtype, without_autocast
+from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.mixer import Context
 
@@ -54,9 +53,9 @@ def momentum_delta_rule(
         return o[:, None], state
     slots, starts, places = _slots(inputs, context.cu_seqlens)
     joined = None if state is None else torch.stack(state, 2)
-    with without_autocast(inputs.q):
-        operands = _chunk_operands(slots)
-    x = MomentumOperands(slots.q, slots.k, slots.v, *operands, joined, starts)
+    dtype = state_dtype(slots.q.dtype)
+    log_alpha, log_mu, beta, eta = (y.to(dtype) for y in (slots.log_alpha, slots.log_mu, slots.beta, slots.eta))
+    x = MomentumOperands(slots.q, slots.k, slots.v, log_alpha, log_mu, beta, eta, joined, starts)
     o_GCHV, new = momentum_scan(x, rows=inputs.q.shape[0])
     o = o_GCHV.flatten(0, 1)
     if places is not None:
@@ -95,33 +94,3 @@ def _slots(inputs: MomentumInputs, cu_seqlens: Tensor | None) -> tuple[MomentumI
     token = slot.new_full((G * CHUNK + 1,), B * T).scatter(0, slot, torch.arange(B * T, device=device))[:-1]
     rows = (gather_rows(x.flatten(0, 1), token, slot, True) for x in inputs)
     return MomentumInputs(*(torch.unflatten(x, 0, (G, CHUNK)) for x in rows)), starts, _Places(slot, token)
-
-
-def _chunk_operands(x: MomentumInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `system`, `scores` and `gates` of `MomentumOperands`.
-
-    With G_ts = sum_(s <= r <= t) alpha_(r+1..t) beta_r mu_(s+1..r), the weight in S_t of the write of token s, the
-    errors e solve e_t = v_t - k_t^T (alpha_(1..t) S + b_t N) - sum_(s < t) G'_ts k_t^T k_s eta_s e_s, where b is the
-    weight of N, and G' and b' leave out r = t.
-    """
-    dtype = state_dtype(x.q.dtype)
-    q, k = (rearrange(y, "g c h k -> g h c k").to(dtype) for y in (x.q, x.k))
-    log_alpha, log_mu, beta, eta = (rearrange(y.to(dtype), "g c h -> g h c") for y in x[2:6])
-    a, m = log_alpha.cumsum(-1), log_mu.cumsum(-1)
-    mu, held = _products(m), m.exp()
-    momentum = torch.cat([mu, held[..., None]], -1)  # the last column is for N
-    written = beta[..., None] * momentum
-    earlier = (_products(a).tril(-1) @ written).split([CHUNK, 1], -1)
-    G, b = (earlier_weight + now for earlier_weight, now in zip(earlier, written.split([CHUNK, 1], -1), strict=True))
-    system = earlier[0] * (k @ k.mT) * eta[..., None, :]
-    scores = G * (q @ k.mT) * eta[..., None, :]
-    gates = Gates(a.exp(), b[..., 0], earlier[1][..., 0], G[..., -1, :] * eta, mu[..., -1, :] * eta, held)
-    return system, scores, torch.stack(gates, 2)
-
-
-def _products(total: Tensor) -> Tensor:
-    """Return exp(total_t - total_s) for s <= t, and 0 elsewhere."""
-    # The diagonal is a constant 1: as a difference it would give total two gradients that cancel up to rounding.
-    one = torch.eye(total.shape[-1], dtype=total.dtype, device=total.device)
-    difference = total[..., :, None] - total[..., None, :]
-    return difference.masked_fill(torch.ones_like(one, dtype=torch.bool).triu(), -torch.inf).exp() + one

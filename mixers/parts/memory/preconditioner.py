@@ -82,3 +82,24 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful):
 
     def extra_repr(self) -> str:
         return f"bound={self.bound:g}"
+
+
+class EraseAsPair(OperandPart):
+    """Write a delta rule with an erase key e as S_t = D_t S_(t-1) + b_t (a_t^T S_(t-1)) + k_t v_t^T:
+
+        a_t = D_t e_t,  b_t = -beta_t k_t,  v_t <- beta_t v_t
+
+    In 16 bits the kernels of this form keep the state in 16 bits. An erase key of any length would accumulate rounding
+    errors there, but that of a preconditioned key is the unit key, and beta_t |k_t| is at most the bound.
+    """
+
+    def forward(
+        self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
+    ) -> tuple[UpdateInputs, Tensor | None]:
+        assert inputs.log_decay is not None and inputs.beta is not None and inputs.erase_key is not None
+        dtype, groups = state_dtype(inputs.k.dtype), inputs.v.shape[2] // inputs.k.shape[2]
+        key, erase = (y.repeat_interleave(groups, 2).to(dtype) for y in (inputs.k, inputs.erase_key))
+        beta = inputs.beta.to(dtype)[..., None]
+        a, b, v = inputs.log_decay.to(dtype).exp() * erase, -beta * key, beta * inputs.v.to(dtype)
+        a, b, v = (y.to(inputs.v.dtype) for y in (a, b, v))
+        return inputs._replace(a=a, b=b, v=v, beta=None, erase_key=None), None

@@ -1,41 +1,45 @@
-"""Time updates of long sequences that are split over GPUs: torchrun --nproc-per-node 4 context.py OUT.json [WORK,...]
+"""Time updates and steps of models whose tokens are split over GPUs: torchrun --nproc-per-node 4 context.py OUT.json
 
-For each work of WORKS the whole sequence runs on one GPU, and split over all of them. Prints and stores the times of
-forward and backward, queued from eager code and captured in CUDA graphs, the efficiency, which is the time of one GPU
-divided by n times that of n, and the largest relative difference between the results of both. If fla-core is
-installed, its context parallelism runs beside the gated delta rule.
+    --updates WORK,...   updates of WORKS, the whole on one GPU and split over all: captured in CUDA graphs, and split
+                         also queued from eager code; efficiency is the time of one GPU divided by n times that of n
+    --pairs              with --updates: split over the two GPUs of each pair
+    --steps PRESET,...   forward and backward of models in bfloat16, layers compiled and recomputed: a row of 131,072
+                         tokens over all GPUs against rows of equal parts of it, one on each
+    --longest PRESET T   a training step of a row of T tokens, with FSDP2 over the same GPUs and AdamW, and its memory
+    --fla WORK,...       flash-linear-attention's context parallelism, queued from eager code; it may hang: use timeout
 
-    python context.py OUT.json WORK,... --model N
+    python context.py OUT.json ... --alone 4
 
-runs on one GPU the work of one rank of N, with a local copy in place of the exchange: a bound without communication.
-
-    torchrun --nproc-per-node 4 context.py OUT.json PRESET,... --step
-
-times forward and backward of models in bfloat16, with recomputed layers and without the reduction of gradients: a row
-of 131,072 tokens over all GPUs against rows of equal parts of it, one on each.
+does the work of one rank of 4 on one GPU: the collectives of torch's fake group copy the rank's own tensors. This
+compiles all kernels, and is a bound without communication. --profile also prints the time of each kernel, and --tiny
+checks this script on a CPU. All results are printed and stored as they arrive.
 """
 
+import argparse
 import json
 import os
 import statistics
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from deltazoo.backends.context_parallel import exchange
-from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
 from deltazoo.backends.context_parallel.update import carried_update
+from deltazoo.backends.triton.tiles import cdiv
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.blocks.model.compilation import compile_layers
 from deltazoo.blocks.parallel.context import ContextBatch, ContextParallel
 from deltazoo.blocks.spec.stack_spec import preset
+from deltazoo.blocks.training.objective import Objective
 
 
 class Work(NamedTuple):
@@ -71,15 +75,48 @@ WORKS = {
     "gdn_pack": Work(GDN, 131_072, 16, 32, 128, 128, PACK),
 }
 GATES = ("log_decay", "beta")
+STEP_TOKENS, TINY_SHARE = 131_072, 1024
 
 
-def draw(work: Work) -> dict[str, Tensor]:
-    """Draw the operands of the whole work; every rank draws the same."""
-    generator = torch.Generator("cuda").manual_seed(0)
+class Run(NamedTuple):
+    """The processes of a run. mesh: of context parallelism. tiny: on a CPU, with tokens divided by TINY_SHARE."""
+
+    parallel: ContextParallel
+    mesh: DeviceMesh
+    tiny: bool
+    profile: bool
+
+    @property
+    def ranks(self) -> int:
+        """The ranks that share a sequence."""
+        return self.mesh.size()
+
+    @property
+    def device(self) -> str:
+        """Of all tensors."""
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def backend(self) -> str:
+        """Of updates."""
+        return "compile" if self.tiny else "triton"
+
+    def work(self, name: str) -> Work:
+        """Return a work of WORKS."""
+        work = WORKS[name]
+        if not self.tiny:
+            return work
+        lengths = tuple(cdiv(n, TINY_SHARE) for n in work.lengths)
+        return work._replace(T=sum(lengths) or work.T // TINY_SHARE, lengths=lengths, H=1, HV=work.HV // work.H)
+
+
+def draw(work: Work, device: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Draw the operands of the whole work, and the gradient of its output; every rank draws the same."""
+    generator = torch.Generator(device).manual_seed(0)
     operands = {}
     for name, shape in work.spec.operands(1, work.T, work.H, work.HV, work.K, work.V).items():
         x = torch.randn(
-            shape, generator=generator, device="cuda", dtype=torch.float32 if name in GATES else torch.bfloat16
+            shape, generator=generator, device=device, dtype=torch.float32 if name in GATES else torch.bfloat16
         )
         if name == "log_decay":
             x = -0.1 * x.sigmoid()
@@ -90,7 +127,7 @@ def draw(work: Work) -> dict[str, Tensor]:
         if name in ("a", "b"):
             x = x * (-0.5 if name == "a" else 0.5)
         operands[name] = x
-    return operands
+    return operands, torch.randn(operands["v"].shape, generator=generator, device=device, dtype=torch.bfloat16)
 
 
 def step_of(
@@ -108,7 +145,7 @@ def step_of(
 
 def whole_step(bound: BoundUpdate, work: Work, operands: dict[str, Tensor], d_o: Tensor) -> Callable[[], Any]:
     """The work on one GPU."""
-    cu_seqlens = torch.tensor(work.documents, dtype=torch.int32, device="cuda") if work.lengths else None
+    cu_seqlens = torch.tensor(work.documents, dtype=torch.int32, device=d_o.device) if work.lengths else None
     return step_of(lambda x: bound(UpdateInputs(**x, cu_seqlens=cu_seqlens)).o, operands, d_o)
 
 
@@ -120,28 +157,31 @@ def split_step(bound: BoundUpdate, batch: ContextBatch, operands: dict[str, Tens
 
 def milliseconds(run: Callable[[], Any], calls: int = 5, repeats: int = 5) -> float:
     """Return the median time of a call, on the slowest rank."""
-    for _ in range(2):
-        run()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run()
     times = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if dist.is_initialized():
-            dist.barrier()
-        torch.cuda.synchronize()
-        start.record()
+        dist.barrier()
+        _synchronize()
+        start = time.perf_counter()
         for _ in range(calls):
             run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    median = torch.tensor(statistics.median(times), device="cuda")
-    if dist.is_initialized():
-        dist.all_reduce(median, dist.ReduceOp.MAX)
+        _synchronize()
+        times.append(1e3 * (time.perf_counter() - start) / calls)
+    median = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(median, dist.ReduceOp.MAX)
     return float(median)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], Any]:
     """Capture a step in a CUDA graph."""
+    if not torch.cuda.is_available():
+        return step
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -155,12 +195,26 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def kernel_times(run: Callable[[], Any], calls: int = 5) -> dict[str, list[float]]:
+    """Return the launches of each kernel per call, and their milliseconds; the slowest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    _synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as records:
+        for _ in range(calls):
+            run()
+        _synchronize()
+    events = sorted(records.key_averages(), key=lambda event: -event.self_device_time_total)
+    times = {event.key[:60]: [event.count / calls, event.self_device_time_total / calls / 1e3] for event in events}
+    return dict(list(times.items())[:45])
+
+
 def difference(value: Tensor, expected: Tensor) -> float:
     """Return the relative error in the RMS norm; on the worst rank."""
     error = (value.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-12)
-    if dist.is_initialized():
-        dist.all_reduce(error, dist.ReduceOp.MAX)
-    return float(error)
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return float(error.detach())
 
 
 def differences(
@@ -173,6 +227,8 @@ def differences(
 
 def fla_step(work: Work, operands: dict[str, Tensor], d_o: Tensor, batch: ContextBatch) -> Callable[[], Any]:
     """The work of this rank by flash-linear-attention. Raises: ImportError."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [path for path in sys.path if path != folder]  # transformers would import kernels.py from here
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -188,142 +244,166 @@ def fla_step(work: Work, operands: dict[str, Tensor], d_o: Tensor, batch: Contex
     return step_of(function, local, batch.shard(d_o))
 
 
-def measure(name: str, parallel: ContextParallel, graphs: bool) -> dict[str, Any]:
-    """Measure one work. Without `graphs` also compare the results."""
-    work, n = WORKS[name], dist.get_world_size()
-    operands = draw(work)
-    d_o = torch.randn(1, work.T, work.HV, work.V, device="cuda", dtype=torch.bfloat16)
-    dist.broadcast(d_o, 0)
-    bound = bind(work.spec, "triton")
-    batch = parallel.plan(1, work.T, work.documents)
+def measure(name: str, run: Run) -> dict[str, Any]:
+    """Measure one update."""
+    work = run.work(name)
+    operands, d_o = draw(work, run.device)
+    bound, batch = bind(work.spec, run.backend), run.parallel.plan(1, work.T, work.documents)
     whole, split = whole_step(bound, work, operands, d_o), split_step(bound, batch, operands, d_o)
-    row: dict[str, Any] = {"work": name, "gpus": n, "mode": "graph" if graphs else "eager"}
-    if not graphs:
-        row["difference"] = differences(whole(), split(), batch, list(operands))
-    mode = captured if graphs else lambda step: step
-    row["one_gpu_ms"], row["split_ms"] = milliseconds(mode(whole)), milliseconds(mode(split))
-    row["efficiency"] = row["one_gpu_ms"] / (n * row["split_ms"])
+    row: dict[str, Any] = {"work": name, "gpus": run.ranks}
+    row["difference"] = differences(whole(), split(), batch, list(operands))
+    row["one_gpu_ms"], row["split_ms"] = milliseconds(captured(whole)), milliseconds(captured(split))
+    row["efficiency"] = row["one_gpu_ms"] / (run.ranks * row["split_ms"])
+    row["eager_split_ms"] = milliseconds(split)
+    if run.profile:
+        row["kernels"], row["kernels_of_whole"] = kernel_times(captured(split)), kernel_times(captured(whole))
     return row
 
 
-def measure_fla(name: str, parallel: ContextParallel) -> dict[str, Any]:
+def measure_fla(name: str, run: Run) -> dict[str, Any]:
     """Measure flash-linear-attention's context parallelism on one work, queued from eager code."""
-    work = WORKS[name]
-    operands = draw(work)
-    d_o = torch.randn(1, work.T, work.HV, work.V, device="cuda", dtype=torch.bfloat16)
-    dist.broadcast(d_o, 0)
-    batch = parallel.plan(1, work.T, work.documents)
-    row: dict[str, Any] = {"work": name, "gpus": dist.get_world_size(), "mode": "FLA, eager"}
-    whole = whole_step(bind(work.spec, "triton"), work, operands, d_o)
+    work = run.work(name)
+    operands, d_o = draw(work, run.device)
+    batch = run.parallel.plan(1, work.T, work.documents)
+    row: dict[str, Any] = {"work": name, "gpus": run.ranks, "library": "FLA"}
+    whole = whole_step(bind(work.spec, run.backend), work, operands, d_o)
     try:
         fla = fla_step(work, operands, d_o, batch)
         row["difference"] = differences(whole(), fla(), batch, list(operands))
-        row["split_ms"] = milliseconds(fla)
+        row["eager_split_ms"] = milliseconds(fla)
     except Exception as error:  # a failure of the peer is a result
+        traceback.print_exc()
         row["error"] = f"{type(error).__name__}: {error}"[:300]
     return row
 
 
-def measure_step(name: str, parallel: ContextParallel, T: int = 131_072) -> dict[str, Any]:
-    """Measure a model's step with context parallelism and with data parallelism."""
-    n = dist.get_world_size()
+def model_rows(name: str, T: int, run: Run) -> tuple[Any, Tensor]:
+    """Build a model, and draw the tokens of a row and the one after them."""
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = preset(name).build().bfloat16()
-    compile_layers(model.checkpoint_layers("full"))
-    rows = torch.randint(model.spec.vocab, (1, T + 1), device="cuda")
-    dist.broadcast(rows, 0)
-    batch, part = parallel.plan(1, T), T // n
+    with torch.device(run.device):
+        spec = preset(name)
+        model = (spec.model_copy(update={"depth": 2}) if run.tiny else spec).build()
+    generator = torch.Generator(run.device).manual_seed(0)
+    return model, torch.randint(model.spec.vocab, (1, T + 1), device=run.device, generator=generator)
 
-    def run(*arguments: Any) -> Callable[[], Any]:
-        def step() -> None:
+
+def measure_step(name: str, run: Run) -> dict[str, Any]:
+    """Measure a model's forward and backward with context parallelism and with data parallelism."""
+    T = STEP_TOKENS // TINY_SHARE if run.tiny else STEP_TOKENS
+    model, rows = model_rows(name, T, run)
+    model.bfloat16()
+    compile_layers(model.checkpoint_layers("full"), "eager" if run.tiny else "inductor")
+    batch, part = run.parallel.plan(1, T), T // run.ranks
+
+    def step(*arguments: Any) -> Callable[[], Any]:
+        def run_step() -> None:
             model.zero_grad()
             model.loss(*arguments).backward()
 
-        return step
+        return run_step
 
-    data = run(rows[:, :part].contiguous(), rows[:, 1 : part + 1].contiguous())
-    context = run(batch.shard(rows[:, :-1]), batch.shard(rows[:, 1:]), batch.context)
-    row: dict[str, Any] = {"work": f"step of {name}", "gpus": n, "tokens": T}
+    data = step(rows[:, :part].contiguous(), rows[:, 1 : part + 1].contiguous())
+    context = step(batch.shard(rows[:, :-1]), batch.shard(rows[:, 1:]), batch.context)
+    row: dict[str, Any] = {"work": f"step of {name}", "gpus": run.ranks, "tokens": T}
     row["data_parallel_ms"] = milliseconds(data, calls=1, repeats=3)
     row["context_parallel_ms"] = milliseconds(context, calls=1, repeats=3)
     row["efficiency"] = row["data_parallel_ms"] / row["context_parallel_ms"]
-    row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    if not run.tiny:
+        row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+    if run.profile:
+        row["kernels"], row["kernels_of_data_parallel"] = kernel_times(context, 1), kernel_times(data, 1)
     return row
 
 
-class LocalCopies:
-    """Collectives of `ranks` equal ranks, computed by copies on this GPU."""
+def measure_longest(name: str, T: int, run: Run) -> dict[str, Any]:
+    """Measure a training step of one row of T tokens: FSDP2 and context parallelism over the same ranks, AdamW."""
+    model, rows = model_rows(name, T, run)
+    compile_layers(model.checkpoint_layers("full"), "eager" if run.tiny else "inductor")
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    objective = Objective(model)
+    for layer in model.stack.layers:
+        fully_shard(layer, mesh=run.mesh, mp_policy=policy)
+    fully_shard(objective, mesh=run.mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(objective.parameters(), 1e-4, foreach=True)
+    batch = run.parallel.plan(1, T)
+    tokens, targets = batch.shard(rows[:, :-1]), batch.shard(rows[:, 1:])
+    losses = []
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def step() -> None:
+        loss = objective(tokens, targets, batch.context)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
 
-    def all_gather_into_tensor(self, x: Tensor, *_: Any) -> Tensor:
-        """Return x for each rank."""
-        return x.repeat(self.ranks, *[1] * (x.dim() - 1))
-
-    def reduce_scatter_tensor(self, x: Tensor, *_: Any) -> Tensor:
-        """Return the sum of the ranks' parts."""
-        return x.unflatten(0, (self.ranks, -1)).sum(0)
-
-    def wait_tensor(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return x
-
-
-def model(name: str, n: int) -> dict[str, Any]:
-    """Time one rank of n without communication."""
-    exchange._ops = LocalCopies(n)
-    work = WORKS[name]
-    operands = draw(work)
-    d_o = torch.randn(1, work.T, work.HV, work.V, device="cuda", dtype=torch.bfloat16)
-    bound, row = bind(work.spec, "triton"), {"work": name, "gpus": n, "mode": "graph, no communication"}
-    cut = Cut(tuple(g * work.T // n for g in range(n + 1)), tuple(range(n)))
-    plan = make_plan(work.documents, cut, n // 2, n, "", most_segments(work.documents, cut), "cuda")
-    batch = ContextBatch(plan, (1, work.T))
-    row["one_gpu_ms"] = milliseconds(captured(whole_step(bound, work, operands, d_o)))
-    row["split_ms"] = milliseconds(captured(split_step(bound, batch, operands, d_o)))
-    row["efficiency"] = row["one_gpu_ms"] / (n * row["split_ms"])
+    row: dict[str, Any] = {"work": f"training step of {name}, FSDP2", "gpus": run.ranks, "tokens": T}
+    row["ms"] = milliseconds(step, calls=1, repeats=2)
+    row["losses"] = [round(float(loss), 4) for loss in losses]
+    if not run.tiny:
+        row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
     return row
+
+
+def join(alone: int, tiny: bool) -> None:
+    """Join the process group: that of torchrun, or a fake one of so many ranks, of which this process is one."""
+    if alone:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=alone // 2, world_size=alone)
+        return
+    if not tiny:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if tiny else "nccl")
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("out")
+    for name in ("updates", "steps", "fla"):
+        parser.add_argument(f"--{name}", type=lambda x: x.split(","), default=[])
+    parser.add_argument("--longest", nargs=2)
+    parser.add_argument("--alone", type=int, default=0)
+    for name in ("pairs", "profile", "tiny"):
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser.parse_args()
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    ranks = int(arguments.pop(arguments.index("--model") + 1)) if "--model" in arguments else 0
-    steps = "--step" in arguments
-    out, *names = [x for x in arguments if not x.startswith("--")]
-    works = names[0].split(",") if names else list(WORKS)
-    rows = []
+    chosen = parse()
+    join(chosen.alone, chosen.tiny)
+    rows: list[dict[str, Any]] = []
+    started = time.perf_counter()
 
-    def report(row: dict[str, Any]) -> None:
+    def report(measured: Callable[[], dict[str, Any]]) -> None:
+        row = measured()
+        row["seconds"] = round(time.perf_counter() - started, 1)
         rows.append(row)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            worst = {key: max(row[key].values()) for key in ("difference",) if key in row}
-            print({key: round(x, 4) if isinstance(x, float) else x for key, x in (row | worst).items()}, flush=True)
-            with open(out, "w") as file:
-                json.dump({"card": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file)
-
-    if ranks:
-        for name in works:
-            report(model(name, ranks))
-        return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("context",))
-    parallel = ContextParallel(mesh)
-    if steps:
-        for name in works:
-            report(measure_step(name, parallel))
-        dist.destroy_process_group()
-        return
-    for graphs in (False, True):
-        for name in works:
-            report(measure(name, parallel, graphs))
+        if dist.get_rank() == (chosen.alone // 2):
+            card = "cpu" if chosen.tiny else torch.cuda.get_device_name()
+            shown = {key: x for key, x in row.items() if not key.startswith("kernels")}
+            shown |= {key: max(row[key].values()) for key in ("difference",) if key in row}
+            print({key: round(x, 4) if isinstance(x, float) else x for key, x in shown.items()}, flush=True)
+            with open(chosen.out, "w") as file:
+                json.dump({"card": card, "torch": torch.__version__, "rows": rows}, file)
+        if not chosen.tiny:
             torch.cuda.empty_cache()
-    for name in works:
-        if WORKS[name].spec == GDN:
-            report(measure_fla(name, parallel))
-    dist.destroy_process_group()
+            torch.cuda.reset_peak_memory_stats()
+
+    size, kind = dist.get_world_size(), "cpu" if chosen.tiny else "cuda"
+    mesh = init_device_mesh(kind, (size,), mesh_dim_names=("context",))
+    if chosen.pairs:
+        mesh = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("data", "context"))["context"]
+    run = Run(ContextParallel(mesh), mesh, chosen.tiny, chosen.profile)
+    for name in chosen.updates:
+        report(lambda name=name: measure(name, run))
+    for name in chosen.steps:
+        report(lambda name=name: measure_step(name, run))
+    if chosen.longest:
+        report(lambda: measure_longest(chosen.longest[0], int(chosen.longest[1]), run))
+    for name in chosen.fla:
+        report(lambda name=name: measure_fla(name, run))
+    os._exit(0)  # after a failure of one rank the others would wait for it
 
 
 if __name__ == "__main__":

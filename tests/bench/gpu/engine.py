@@ -1,4 +1,4 @@
-"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix]...
+"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix | drafts]...
 
 bf16, random weights, greedy. Prints rows of
 
@@ -7,6 +7,8 @@ serve: tokens per second of 512 requests with prompts of 64 to 2,048 tokens and 
     in 64 slots, against static batches of 64 of the same requests by `generate_tokens` (the first BATCHES batches).
 prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens and suffixes of up to 128 read,
     submitted together and one after the other, and the seconds, with and without reuse.
+drafts: texts of 1 and 8 requests that repeat themselves after 50 tokens, so that their drafts are found, with and
+    without passes of three drafts; then passes with 3 tokens each, forced, against plain steps of as many requests.
 few: serve with 128 requests and one batch.
 warm: only few tokens of each, to fill the caches of compilers.
 
@@ -25,8 +27,10 @@ import torch
 import deltazoo
 from deltazoo import Engine, Sampling
 from deltazoo.blocks import Decoder, generate_tokens
+from deltazoo.blocks.generation.engine import pool, row_sampling
 
 SLOTS, REQUESTS, BATCHES = 64, 512, 2
+DRAFTED = 3
 CACHE = SLOTS * 4608
 
 
@@ -34,6 +38,26 @@ def build(name):
     torch.manual_seed(0)
     with torch.device("cuda"):
         return deltazoo.preset(name).build().to(torch.bfloat16).eval()
+
+
+def build_cyclic(name):
+    """A model with an own head, whose greedy text goes through 50 tokens again and again."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = deltazoo.preset(name).model_copy(update={"tied": False}).build()
+    set_cycles(model)
+    return model.to(torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def set_cycles(model, period=50):
+    """Let the embedding outweigh the layers, and let the head expect the next token of a cycle."""
+    model.embedding.weight.normal_()
+    token = torch.arange(model.spec.vocab // period * period, device=model.device)
+    successor = torch.where(token % period == period - 1, token - period + 1, token + 1)
+    model.head.weight.zero_()
+    model.head.weight[successor] = model.embedding.weight[token]
+    model.embedding.weight.mul_(20)
 
 
 def seconds(call):
@@ -134,6 +158,68 @@ def prefix(model, engine, shared, count):
         row("prefix", name, f"{read} of {whole} tokens read, {whole / read:.1f}x less", f"{taken:.3f} s")
 
 
+def steady(engine, model, requests):
+    """Start requests, and step until all of them decode."""
+    rng = random.Random(0)
+    started = [engine.submit(tokens(rng, model, 16), Sampling(temperature=0, max_tokens=1000)) for _ in range(requests)]
+    while len(engine._decoding) < requests:
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    return started
+
+
+def step_seconds(engine, model, requests, count):
+    started = steady(engine, model, requests)
+    taken = seconds(lambda: [engine.step() for _ in range(count)]) / count
+    for request in started:
+        engine.cancel(request)
+    run(engine)
+    return taken
+
+
+def drafts(model, count, sizes=(1, 4, 8, 16, 32, 64)):
+    pool.MOST_TOKENS = 4 * SLOTS
+    plain, engine = engine_of(model, prefix_bytes=0), engine_of(model, prefix_bytes=0, speculate=DRAFTED)
+    looked_up(model, plain, engine, 8 * count)
+    accept = row_sampling.accept
+    row_sampling.accept = lambda chosen, read: (
+        accept(chosen, read) if read.shape[1] == 1 else torch.full_like(read[:, 0], DRAFTED)
+    )
+    engine = engine_of(model, prefix_bytes=0, speculate=DRAFTED)
+    for requests in sizes:
+        alone, taken = (step_seconds(here, model, requests, count) for here in (plain, engine))
+        row(
+            *("forced", f"{requests} requests", f"step {alone * 1e3:.3f} ms", f"pass {taken * 1e3:.3f} ms"),
+            *(f"pays from {taken / alone:.2f} tokens", f"{DRAFTED} tokens: {DRAFTED * alone / taken:.2f}x"),
+        )
+    row_sampling.accept = accept
+
+
+def looked_up(model, plain, engine, count):
+    for requests in (1, 8):
+        rng, results = random.Random(3), []
+        prompts = [tokens(rng, model, 64) * 4 for _ in range(requests)]
+        for name, here in (("plain", plain), ("drafts", engine)) * 2:
+            submitted, before = [], here.counts
+
+            def work(here=here, submitted=submitted, prompts=prompts):
+                submitted += [here.submit(prompt, Sampling(temperature=0, max_tokens=count)) for prompt in prompts]
+                run(here)
+
+            taken = seconds(work)
+            passes, passed = here.counts.passes - before.passes, here.counts.passed - before.passed
+            results.append([request.tokens for request in submitted])
+            first = [
+                next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+                for a, b in zip(results[0], results[-1], strict=True)
+            ]
+            row(
+                *("lookup", f"{requests} requests", name, f"{requests * count / taken:.0f} tokens/s"),
+                *(f"{passed / max(passes, 1):.2f} tokens per pass", f"equal for {min(first)} of {count} tokens"),
+            )
+
+
 def memory():
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
@@ -142,11 +228,15 @@ def memory():
 
 def main():
     names = sys.argv[1:]
-    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix")]
+    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix", "drafts")]
     model_name = next((name for name in names if name not in work), "gated-deltanet-1.3b")
     row(torch.cuda.get_device_name(), torch.__version__, model_name)
     start = time.perf_counter()
-    model = build(model_name)
+    model = build_cyclic(model_name) if "drafts" in work else build(model_name)
+    if "drafts" in work:
+        drafts(model, 8 if "warm" in work else 50)
+        row(f"{time.perf_counter() - start:.1f} s in all", memory())
+        return
     engine = engine_of(model)
     built = time.perf_counter()
     engine.warm_up()

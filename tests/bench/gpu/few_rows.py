@@ -1,8 +1,8 @@
 """Time launches of the products of few rows: python few_rows.py [compile] [M]...
 
-bf16, the maps of a layer of gated-deltanet-1.3b. Prints microseconds and TB/s of weights for each launch of
-`few_rows_kernel`, for torch's product alone (without what surrounds it), and of a copy. Each captured graph passes over
-several copies of the weights, so that they come from memory. compile: only compile. Needs a CUDA device.
+bf16, the maps of a layer of gated-deltanet-1.3b. Prints microseconds and TB/s of weights for each launch of the
+kernels, for torch's product alone (without what surrounds it), and of a copy. Each captured graph passes over several
+copies of the weights, so that they come from memory. compile: only compile. Needs a CUDA device.
 """
 
 import itertools
@@ -22,13 +22,10 @@ SHAPES = {  # outputs of each map, inputs, norm, gated, residual
     "output": ((D,), VALUES, False, False, True),
     "head": ((32000,), D, False, False, False),
 }
-LAUNCHES = [
-    op.DotLaunch(rows, block, warps, stages, ahead)
-    for rows, block, warps, stages, ahead in (
-        (16, 128, 4, 5, 512), (16, 256, 4, 4, 512), (16, 256, 4, 4, 0), (32, 128, 4, 4, 512), (32, 256, 4, 3, 512),
-        (32, 128, 8, 4, 512), (64, 128, 4, 3, 512), (64, 64, 4, 5, 512), (32, 128, 4, 4, 8192),
-    )
-]  # fmt: skip
+LAUNCHES = {  # up to two rows, and more
+    True: [op.GemvLaunch(rows) for rows in (1, 2, 4, 8)],
+    False: [op.StreamRowsLaunch(stages) for stages in (3, 4, 5)],
+}
 BYTES = 3 * 10**8  # of the copies of the weights
 
 
@@ -61,10 +58,10 @@ def measure(name, M, compile_only):
     x, outputs = draw(M, width), sum(sizes) // (2 if gated else 1)
     y = torch.empty(M, outputs, device="cuda", dtype=torch.bfloat16)
     activation = "silu" if gated else ""
-    around = op.Around(draw(width) if norm else None, 1e-5, draw(M, outputs) if residual else None, activation, gated)
+    norm_weight = draw(width) if norm and M <= op.MAX_ROWS else None
+    around = op.Around(norm_weight, 1e-5, draw(M, outputs) if residual else None, activation, gated)
     results = []
-    launches = [*LAUNCHES] if M > op.MAX_ROWS else [op.GemvLaunch(rows) for rows in (1, 2, 4)]
-    for launch in launches:
+    for launch in LAUNCHES[M <= op.MAX_ROWS]:
         try:
             calls = [lambda w=w, launch=launch: op.launch_gemv(x, w, around, y, launch) for w in layers]
             if compile_only:

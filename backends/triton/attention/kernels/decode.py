@@ -5,7 +5,9 @@
 
 with x_s = scale log2(e) q . k_s. Gates are channels of q and k.
 
-B batch, S slots, H query heads, G key-value heads, E key width, V value width, P parts
+The slots of a sequence are one block of a cache, or with PAGE pages of a pool, which a table lists in order.
+
+B batch, S slots, H query heads, G key-value heads, E key width, V value width, P parts, M pages per sequence
 """
 
 from typing import NamedTuple
@@ -24,6 +26,7 @@ class DecodeTraits(NamedTuple):
         H, G, E, V: sizes. BE, BV: the powers of two from E and V on, at least 16.
         ROWS: the power of two from H / G on, at least 16. BN: keys of a tile. PARTS: P, a power of two.
         SCALE: factor of q . k. PREC: input precision of float32 products. OVERLAP: see device/overlap.py.
+        PAGE: slots of a page, a multiple of BN; 0: there are none.
     """
 
     H: int
@@ -38,13 +41,33 @@ class DecodeTraits(NamedTuple):
     SCALE: float
     PREC: str
     OVERLAP: bool
+    PAGE: int = 0
 
 
 @triton.jit
-def attend_part(q_tile, k, v, partial, lse, row, part, end, traits: tl.constexpr):
+def page_of(table, n, end, traits: tl.constexpr):
+    """Return the page of slot n of a sequence; page 0, which no sequence has, from slot `end` on or without pages."""
+    page = tl.cast(0, tl.int32)
+    if traits.PAGE > 0:
+        page = tl.load(table + n // traits.PAGE, mask=n < end, other=0)
+    return page
+
+
+@triton.jit
+def first_row(page, n, traits: tl.constexpr):
+    """Return the row of k and v of slot n, the first one of a tile: of the sequence, or with PAGE of the pool."""
+    row = tl.cast(n, tl.int64)
+    if traits.PAGE > 0:
+        row = page.to(tl.int64) * traits.PAGE + n % traits.PAGE
+    return row
+
+
+@triton.jit
+def attend_part(q_tile, k, v, table, partial, lse, row, part, end, traits: tl.constexpr):
     """Attend from the queries [ROWS, BE] of a key head to one part of its keys, and store the result.
 
-    k, v: of the first slot. row: the first query head in partial and lse. end: filled slots.
+    k, v: of the first slot of the sequence, or with PAGE of the pool. table: of the sequence [M] int32. row: the first
+    query head in partial and lse. end: filled slots.
     """
     GROUP: tl.constexpr = traits.H // traits.G
     ROWS: tl.constexpr = traits.ROWS
@@ -57,9 +80,12 @@ def attend_part(q_tile, k, v, partial, lse, row, part, end, traits: tl.constexpr
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o_tile = tl.zeros([ROWS, BV], tl.float32)
-    for n in range(part * keys, tl.minimum((part + 1) * keys, end), BN):
+    stop = tl.minimum((part + 1) * keys, end)
+    page = page_of(table, part * keys, stop, traits)
+    for n in range(part * keys, stop, BN):
         s = n + tl.arange(0, BN)
-        at = s.to(tl.int64)[:, None] * traits.G
+        at = (first_row(page, n, traits) + tl.arange(0, BN))[:, None] * traits.G
+        page = page_of(table, n + BN, stop, traits)  # of the next tile, whose loads then need not wait for it
         k_tile = tl.load(k + at * traits.E + e, mask=(s < end)[:, None] & (e < traits.E), other=0.0)
         v_tile = tl.load(v + at * traits.V + c, mask=(s < end)[:, None] & (c < traits.V), other=0.0)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC) * (traits.SCALE * LOG2E)
@@ -98,7 +124,7 @@ def decode_attention_kernel(q, k, v, ends, partial, lse, S, traits: tl.constexpr
     q_tile = tl.load(q + row * traits.E + i * traits.E + e, mask=(i < GROUP) & (e < traits.E), other=0.0)
     k += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.E
     v += (tl.cast(b, tl.int64) * S * traits.G + g) * traits.V
-    attend_part(q_tile, k, v, partial, lse, row, part, end, traits)
+    attend_part(q_tile, k, v, None, partial, lse, row, part, end, traits)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
     q, k = norm(q), norm(k)                                 RMS norm of each head, with NORM
     q, k = R_p q, R_p k                                     rotation of the pairs of channels i and i + PAIRS
-    cache: k, v at slot p mod S;   p <- p + 1
+    cache: k, v at slot p mod S, with PAGE that of the sequence's pages;   p <- p + 1
     o = softmax attention to the filled slots, times sigmoid(gate) with GATE
 
 Programs for parts of the keys, each of which computes q, then a kernel that combines their results; see decode.py.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.decode import attend_part, combine_parts
+from deltazoo.backends.triton.attention.kernels.decode import attend_part, combine_parts, first_row, page_of
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 from deltazoo.backends.triton.rotary.kernels import angle_units, cos_sin
 
@@ -55,6 +55,7 @@ class TokenTraits(NamedTuple):
     NORM: bool
     EPS: float
     GATE: bool
+    PAGE: int
 
 
 @triton.jit
@@ -91,13 +92,16 @@ def load_heads(x, weight, i, in_heads, cos, sin, traits: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S"])
 def token_attention_kernel(
-    qkv, q_weight, k_weight, k, v, position, partial, lse, S, traits: tl.constexpr,
+    qkv, q_weight, k_weight, k, v, table, position, partial, lse, S, traits: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of the keys of a sequence and key head, with all query heads of it.
 
     Grid: B x G x P. Reads qkv [B, (H + 2 G) E], with NORM weights [E], position [B] int64. The program whose part has
     the token's slot stores its key and value in k, v [B, S, G, E]. Writes partial [B, H, P, E] and lse [B, H, P],
     float32.
+
+    With PAGE k, v are [pages, PAGE, G, E], and table [B, S / PAGE] int32 lists the pages of each row; page 0 is none. A
+    row without pages stores nothing, and its output is 0.
     """
     H: tl.constexpr = traits.H
     G: tl.constexpr = traits.G
@@ -117,6 +121,9 @@ def token_attention_kernel(
     before = tl.load(position + b)
     end = tl.minimum(before + 1, S).to(tl.int32)
     slot = (before % S).to(tl.int32)
+    if traits.PAGE > 0:
+        table += b * (S // traits.PAGE)
+        end = tl.where(tl.load(table) > 0, end, 0)
     cos = 1.0
     sin = 0.0
     if R > 0:
@@ -128,16 +135,17 @@ def token_attention_kernel(
     q_tile = load_heads(qkv + g * GROUP * E, q_weight, i, i < GROUP, cos, sin, traits).to(k.dtype.element_ty)
     one = tl.arange(0, 1)[:, None]
     k_new = load_heads(qkv + (H + g) * E, k_weight, one, one == 0, cos, sin, traits).to(k.dtype.element_ty)
-    k += (b * S * G + g) * E
-    v += (b * S * G + g) * E
+    start = tl.cast(0, tl.int64) if traits.PAGE > 0 else b * S
+    k += (start * G + g) * E
+    v += (start * G + g) * E
     keys = tl.cdiv(tl.cdiv(end, BN), traits.PARTS) * BN  # of a part
-    if slot // keys == part:
+    if (slot >= part * keys) & (slot < (part + 1) * keys):
         v_new = tl.load(qkv + (H + G + g) * E + e, mask=e < E, other=0.0)
-        at = slot.to(tl.int64) * G * E + e
+        at = first_row(page_of(table, slot, end, traits), slot, traits) * G * E + e
         tl.store(k + at, k_new, mask=e < E)
         tl.store(v + at, v_new.to(v.dtype.element_ty), mask=e < E)
     tl.debug_barrier()  # other threads of the program read what one has stored
-    attend_part(q_tile, k, v, partial, lse, b * H + g * GROUP, part, end, traits)
+    attend_part(q_tile, k, v, table, partial, lse, b * H + g * GROUP, part, end, traits)
 
 
 @triton.jit

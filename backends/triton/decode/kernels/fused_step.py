@@ -19,6 +19,7 @@ import triton.language as tl
 from deltazoo.backends.triton.decode.kernels.micro_step import micro_step
 from deltazoo.backends.triton.decode.kernels.step_parts import (
     convolve,
+    convolve_taps,
     l2_normalize,
     load_head,
     load_taps,
@@ -97,9 +98,9 @@ def fused_step_kernel(
     Reads x [B, C], beta [B, STEPS HV], decay [B, HV] or [B, HV K], erase [B, STEPS HV K], write [B, STEPS HV V],
     gate [B, HV V], each with its row stride; weight [C, W]; bias [C]; A_log, log_decay, skip [HV]; dt_bias [HV] or
     [HV K]; feedback, correction [H]; norm_weight, norm_bias [V] or [HV V]; slots [B] int64, the pool row of each row.
-    Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place; with shared key heads (H < HV) not
-    the history of q and k, which push_kernel updates. Writes o [B, HV, V]. With SPLIT it updates no history, and o is
-    float32, before the norm and the gate.
+    Updates states [pool_rows, HV, K, V] and history [pool_rows, W - 1, C] in place. Writes o [B, HV, V]. With SPLIT or
+    shared key heads (H < HV) there are no taps, see convolve_step_kernel. With SPLIT, o is float32, before the norm and
+    the gate.
 
     A slot outside the pool (-1, say) accesses no state and no history, and its output is zero. The caller guarantees
     that no two rows share a slot: their updates would race.
@@ -235,17 +236,17 @@ def fused_step_kernel(
         out = tl.where(in_pool, outs[i], 0.0) if traits.SLOTS else outs[i]
         tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
 
-    if W > 1 and not traits.SPLIT:
+    if W > 1:
         vs = tl.arange(0, traits.PV)
         in_v = vs < V
         if traits.SLOTS:
             in_v = in_v & in_pool
-        push_head(x, history, h, hv, ks, vs, in_k, in_v, H == HV, traits)
+        push_head(x, history, h, hv, ks, vs, in_k, in_v, traits)
 
 
 @triton.jit
-def push_head(x, history, h, hv, ks, vs, in_k, in_v, KEYS: tl.constexpr, traits: tl.constexpr):
-    """Append the token to the history of a value head's channels, with KEYS also to that of its q and k.
+def push_head(x, history, h, hv, ks, vs, in_k, in_v, traits: tl.constexpr):
+    """Append the token to the history of a head's channels.
 
     The taps are loaded again: kept in registers since the convolution they would reduce occupancy.
     """
@@ -256,52 +257,85 @@ def push_head(x, history, h, hv, ks, vs, in_k, in_v, KEYS: tl.constexpr, traits:
     STEPS: tl.constexpr = traits.STEPS
     W: tl.constexpr = traits.W
     C: tl.constexpr = H * K + STEPS * (H * K + HV * V)
-    NUM_KEY_TAPS: tl.constexpr = 1 + STEPS if KEYS else 0
     first_value = (1 + STEPS) * H * K
     taps = ()
-    for m in tl.static_range(NUM_KEY_TAPS):
+    for m in tl.static_range(1 + STEPS):
         taps = taps + (load_taps(x, history, (m * H + h) * K + ks, in_k, C, W),)
     for m in tl.static_range(STEPS):
         taps = taps + (load_taps(x, history, first_value + (m * HV + hv) * V + vs, in_v, C, W),)
     tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
-    for m in tl.static_range(NUM_KEY_TAPS):
+    for m in tl.static_range(1 + STEPS):
         push_token(taps[m], history, (m * H + h) * K + ks, in_k, C, W)
     for m in tl.static_range(STEPS):
-        push_token(taps[NUM_KEY_TAPS + m], history, first_value + (m * HV + hv) * V + vs, in_v, C, W)
+        push_token(taps[1 + STEPS + m], history, first_value + (m * HV + hv) * V + vs, in_v, C, W)
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
-def finish_step_kernel(
-    x, history, norm_weight, norm_bias, gate, slots, raw, o, pool_rows, traits: tl.constexpr,
-):  # fmt: skip
-    """Compute the norm and the gate of one value head after a split step, and append its token to the history.
+def convolve_step_kernel(x, weight, bias, history, slots, y, pool_rows, traits: tl.constexpr):
+    """Convolve a head of q, of a key or of a value, with its SiLU and norm, and append its token to the history.
 
-    Grid: row, value head. Reads raw [B, HV, V] float32, which fused_step_kernel wrote, and its operands of the same
-    names. Writes o [B, HV, V] and the history; that of q and k by the first value head of each key head.
+    Before a fused step of which several programs read the same channels, and which then has none of these operations.
+
+    Grid: row, heads of q, of the keys and of the values. Reads x, weight, bias, slots as fused_step_kernel. Writes
+    y [B, C] float32, which the step reads in place of x, and history. A slot outside the pool accesses no history, and
+    its y is not used.
     """
     H: tl.constexpr = traits.H
-    HV: tl.constexpr = traits.HV
     K: tl.constexpr = traits.K
     V: tl.constexpr = traits.V
     W: tl.constexpr = traits.W
+    KEYS: tl.constexpr = (1 + traits.STEPS) * H
+    HEADS: tl.constexpr = KEYS + traits.STEPS * traits.HV
+    C: tl.constexpr = KEYS * K + traits.STEPS * traits.HV * V
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
+    row = tl.cast(tl.program_id(0) // HEADS, tl.int64)
+    head = tl.program_id(0) % HEADS
+    is_value = head >= KEYS
+    i = tl.arange(0, traits.BK if traits.BK > traits.PV else traits.PV)
+    mask = i < tl.where(is_value, V, K)
+    channel = tl.where(is_value, KEYS * K + (head - KEYS) * V, head * K) + i
+    slot = row
+    if traits.SLOTS:
+        slot = tl.load(slots + row)
+        mask = mask & (slot >= 0) & (slot < pool_rows)
+    if W > 1:
+        history += slot * (W - 1) * C
+    taps = load_taps(x + row * traits.X_STRIDE, history, channel, mask, C, W)
+    out = convolve_taps(taps, weight, bias, channel, mask, W, traits.BIAS)
+    silu = tl.where(is_value, traits.SILU_V, tl.where(head < H, traits.SILU_Q, traits.SILU_K))
+    out = tl.where(silu, out * tl.sigmoid(out), out)
+    if traits.NORM_Q or traits.NORM_K:
+        norm = (head < KEYS) & tl.where(head < H, traits.NORM_Q, traits.NORM_K)
+        out *= tl.where(norm, tl.rsqrt(tl.sum(out * out, 0) + traits.NORM_QK_EPS), 1.0)
+    tl.store(y + row * C + channel, out, mask=mask)
+    if W > 1:
+        tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
+        push_token(taps, history, channel, mask, C, W)
+
+
+@triton.jit(do_not_specialize=["pool_rows"])
+def finish_step_kernel(raw, norm_weight, norm_bias, gate, slots, o, pool_rows, traits: tl.constexpr):
+    """Compute the norm and the gate of one value head after a split step.
+
+    Grid: row, value head. Reads raw [B, HV, V] float32, which fused_step_kernel wrote, and its operands of the same
+    names. Writes o [B, HV, V].
+    """
+    HV: tl.constexpr = traits.HV
+    V: tl.constexpr = traits.V
     PV: tl.constexpr = traits.PV
     GATE: tl.constexpr = traits.GATE
-    C: tl.constexpr = H * K + traits.STEPS * (H * K + HV * V)
     if traits.OVERLAP:
         start_next()
         wait_for_previous()
     row = tl.cast(tl.program_id(0) // HV, tl.int64)
     hv = tl.program_id(0) % HV
-    ks = tl.arange(0, traits.BK)
     vs = tl.arange(0, PV)
-    in_k = (ks < K) & (hv % (HV // H) == 0)
     in_v = vs < V
-    slot = row
     if traits.SLOTS:
         slot = tl.load(slots + row)
-        in_pool = (slot >= 0) & (slot < pool_rows)
-        in_k = in_k & in_pool
-        in_v = in_v & in_pool
+        in_v = in_v & (slot >= 0) & (slot < pool_rows)
     outs = load_head(raw + (row * HV + hv) * V, V, PV, 1)
     gates = ()
     if GATE != "":
@@ -309,36 +343,3 @@ def finish_step_kernel(
     outs = norm_and_gate(outs, gates, norm_weight, norm_bias, hv, PV, GATE, traits)
     out = tl.where(in_v, outs[0], 0.0)
     tl.store(o + (row * HV + hv) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
-    if W > 1:
-        history += slot * (W - 1) * C
-        push_head(x + row * traits.X_STRIDE, history, hv // (HV // H), hv, ks, vs, in_k, in_v, True, traits)
-
-
-@triton.jit(do_not_specialize=["pool_rows"])
-def push_kernel(
-    x, history, slots, pool_rows,
-    X_STRIDE: tl.constexpr, C: tl.constexpr, CHANNELS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
-    SLOTS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Append the token to the history of the first CHANNELS channels, those of q and k, after the fused step.
-
-    With shared key heads (H < HV) several programs of the fused step read this history, so none of them may change it.
-    A slot outside the pool accesses no history.
-
-    Grid: row, BC channels.
-    """
-    TILES: tl.constexpr = (CHANNELS + BC - 1) // BC
-    row = tl.cast(tl.program_id(0) // TILES, tl.int64)
-    channel = tl.program_id(0) % TILES * BC + tl.arange(0, BC)
-    in_channels = channel < CHANNELS
-    if OVERLAP:
-        start_next()
-        wait_for_previous()
-    slot = row
-    if SLOTS:
-        slot = tl.load(slots + row)
-        in_channels = in_channels & (slot >= 0) & (slot < pool_rows)
-    history += slot * (W - 1) * C
-    taps = load_taps(x + row * X_STRIDE, history, channel, in_channels, C, W)
-    tl.debug_barrier()  # several threads may have loaded the same tap, and one of them stores it
-    push_token(taps, history, channel, in_channels, C, W)

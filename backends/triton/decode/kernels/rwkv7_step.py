@@ -1,4 +1,4 @@
-"""One token of RWKV-7 between the products with its input and the output map: low-rank maps, update, norm, bonus, gate.
+"""One token of RWKV-7 between the products with its input and the output map: low-rank maps, then one kernel.
 
     w = exp(-exp(-1/2) sigmoid(W_w tanh(d_w) + bias_w)),  eta = sigmoid(W_a d_a + bias_a),  g = W_g sigmoid(d_g)
     kappa = unit(k * xi),  k <- k (1 + (eta - 1) alpha),  v <- v + (v_first - v) sigmoid(W_v d_v + bias_v)
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 
 
 class RWKV7Traits(NamedTuple):
@@ -24,7 +24,8 @@ class RWKV7Traits(NamedTuple):
     Args:
         D, H, K, V: sizes. BK, BV: K and V, and BD: the channels of the shift's state of a program, as powers of two.
         WHOLE: D rounded up to a power of two. DECAY, RATE, GATE, VALUE: ranks of the maps; VALUE 0: no interpolation.
-        STRIDE, LOW_STRIDE: elements from row to row of r, k, v and of what the low-rank maps read.
+        STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. CHANNELS: outputs of a program
+            of rwkv7_low_rank_kernel.
         EPS: of the output norm. NORM_EPS: of the input's.
     """
 
@@ -41,28 +42,75 @@ class RWKV7Traits(NamedTuple):
     GATE: int
     VALUE: int
     STRIDE: int
-    LOW_STRIDE: int
+    CHANNELS: int
     EPS: float
     NORM_EPS: float
     OVERLAP: bool
 
 
 @triton.jit
-def low_rank(low, weight, row, in_rows, RANK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Return the product of rows of weight [.., RANK] with activation(low) [RANK], in float32."""
+def prefetch_rows(weight, row, SIZE: tl.constexpr):
+    """Request rows of SIZE numbers of at least 16 bits, at valid addresses, from memory into the L2 cache."""
+    for start in tl.static_range(0, SIZE, 64):
+        prefetch_line(weight + row * SIZE + start)
+
+
+@triton.jit
+def low_rank_tile(low, weight, y, b, B, row, SIZE: tl.constexpr, RANK: tl.constexpr, ACTIVATION: tl.constexpr,
+    traits: tl.constexpr,
+):  # fmt: skip
+    """Store the products of rows of weight [SIZE, RANK] with activation(low [B, RANK]) to y [B, SIZE] float32."""
     BLOCK: tl.constexpr = 32
-    SIZE: tl.constexpr = row.shape[0]
-    sums = tl.zeros([SIZE, BLOCK], tl.float32)
+    if traits.OVERLAP:
+        prefetch_rows(weight, tl.minimum(row, SIZE - 1), RANK)
+        wait_for_previous()
+    sums = tl.zeros([b.shape[0], row.shape[0]], tl.float32)
     for start in tl.static_range(0, RANK, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        x = tl.load(low + i, mask=i < RANK, other=0.0).to(tl.float32)
+        in_low = (b < B)[:, None] & (i < RANK)[None, :]
+        x = tl.load(low + b[:, None] * traits.STRIDE + i[None, :], mask=in_low, other=0.0).to(tl.float32)
         if ACTIVATION == "tanh":
             x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
         if ACTIVATION == "sigmoid":
-            x = tl.sigmoid(x)
-        mask = in_rows[:, None] & (i < RANK)[None, :]
-        sums += x[None, :] * tl.load(weight + row[:, None] * RANK + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(sums, 1)
+            x = tl.where(in_low, tl.sigmoid(x), 0.0)
+        w = tl.load(
+            weight + row[None, :] * RANK + i[:, None], mask=(row < SIZE)[None, :] & (i < RANK)[:, None], other=0.0
+        )
+        sums = tl.dot(x.to(w.dtype), w, sums, input_precision="ieee")
+    tl.store(y + b[:, None] * SIZE + row[None, :], sums, mask=(b < B)[:, None] & (row < SIZE)[None, :])
+
+
+@triton.jit(do_not_specialize=["B"])
+def rwkv7_low_rank_kernel(
+    low_decay, low_rate, low_gate, low_value, decay, rate, gate, value, y_decay, y_rate, y_gate, y_value, B,
+    traits: tl.constexpr,
+):  # fmt: skip
+    """Apply the second maps of low rank, each of whose weights is read once for ROWS rows.
+
+    Grid: rows / ROWS, CHANNELS outputs, maps. Reads low_* [B, rank] with a row stride, and the weights of
+    rwkv7_step_kernel of the same names. Writes y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], float32.
+    """
+    ROWS: tl.constexpr = 16
+    CHANNELS: tl.constexpr = traits.CHANNELS
+    KEYS: tl.constexpr = traits.H * traits.K
+    VALUES: tl.constexpr = traits.H * traits.V
+    MAPS: tl.constexpr = 4 if traits.VALUE > 0 else 3
+    if traits.OVERLAP:
+        start_next()
+    map = tl.program_id(0) % MAPS
+    rest = tl.program_id(0) // MAPS
+    blocks = tl.cdiv(B, ROWS)
+    b = (rest % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = rest // blocks * CHANNELS + tl.arange(0, CHANNELS)
+    if map == 0:
+        low_rank_tile(low_decay, decay, y_decay, b, B, row, KEYS, traits.DECAY, "tanh", traits)
+    elif map == 1:
+        low_rank_tile(low_rate, rate, y_rate, b, B, row, KEYS, traits.RATE, "none", traits)
+    elif map == 2:
+        low_rank_tile(low_gate, gate, y_gate, b, B, row, VALUES, traits.GATE, "sigmoid", traits)
+    else:
+        if traits.VALUE > 0:
+            low_rank_tile(low_value, value, y_value, b, B, row, VALUES, traits.VALUE, "none", traits)
 
 
 @triton.jit
@@ -73,14 +121,14 @@ def load_channels(x, channel, mask):
 
 @triton.jit
 def rwkv7_step_kernel(
-    x, input_weight, previous, r, k, v, first, low_decay, low_rate, low_gate, low_value, decay, rate, gate, value,
+    x, input_weight, previous, r, k, v, first, y_decay, y_rate, y_gate, y_value,
     decay_bias, rate_bias, value_bias, xi, alpha, u, norm_weight, norm_bias, states, o, traits: tl.constexpr,
 ):  # fmt: skip
     """Decode one token of one head.
 
     Grid: row, head. Reads x [B, D], input_weight [D]; r, k [B, H K] and v [B, H V] with a row stride, first [B, H V];
-    low_* [B, rank] with a row stride; decay, rate [H K, rank]; gate, value [H V, rank]; decay_bias, rate_bias, xi,
-    alpha, u [H K]; value_bias, norm_weight, norm_bias [H V]. Updates states [B, H, K, V] float32 and previous [B, D] in
+    y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], the products of low rank; decay_bias, rate_bias, xi, alpha,
+    u [H K]; value_bias, norm_weight, norm_bias [H V]. Updates states [B, H, K, V] float32 and previous [B, D] in
     place. Writes o [B, H V].
     """
     H: tl.constexpr = traits.H
@@ -98,21 +146,20 @@ def rwkv7_step_kernel(
     key = h * K + ks
     column = h * V + vs
     if traits.OVERLAP:
+        prefetch_rows(states + b * H * K * V, h * K + tl.minimum(ks, K - 1), V)
         wait_for_previous()
     at = states + (b * H + h) * K * V + ks[:, None] * V + vs[None, :]
     S = tl.load(at, mask=in_k[:, None] & in_v[None, :], other=0.0)
-    low = b * traits.LOW_STRIDE
     row = b * traits.STRIDE
-    raw = low_rank(low_decay + low, decay, key, in_k, traits.DECAY, "tanh") + load_channels(decay_bias, key, in_k)
+    raw = load_channels(y_decay + b * (H * K), key, in_k) + load_channels(decay_bias, key, in_k)
     w = tl.exp(-0.6065306597126334 * tl.sigmoid(raw))
-    eta = low_rank(low_rate + low, rate, key, in_k, traits.RATE, "none") + load_channels(rate_bias, key, in_k)
-    eta = tl.sigmoid(eta)
-    g = low_rank(low_gate + low, gate, column, in_v, traits.GATE, "sigmoid")
+    eta = tl.sigmoid(load_channels(y_rate + b * (H * K), key, in_k) + load_channels(rate_bias, key, in_k))
+    g = load_channels(y_gate + b * (H * V), column, in_v)
     q = load_channels(r + row, key, in_k)
     k_h = load_channels(k + row, key, in_k)
     v_h = load_channels(v + row, column, in_v)
     if traits.VALUE > 0:
-        share = low_rank(low_value + row, value, column, in_v, traits.VALUE, "none")
+        share = load_channels(y_value + b * (H * V), column, in_v)
         share = tl.sigmoid(share + load_channels(value_bias, column, in_v))
         v_h += (load_channels(first + b * (H * V), column, in_v) - v_h) * share
     kappa = k_h * load_channels(xi, key, in_k)

@@ -22,7 +22,15 @@ def convolve(
     C: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Return channels of a row's token after convolution and SiLU, in float32; zeros outside the mask."""
-    taps = load_taps(x, history, channel, mask, C, W)
+    y = convolve_taps(load_taps(x, history, channel, mask, C, W), weight, bias, channel, mask, W, BIAS)
+    if SILU:
+        y *= tl.sigmoid(y)
+    return y
+
+
+@triton.jit
+def convolve_taps(taps, weight, bias, channel, mask, W: tl.constexpr, BIAS: tl.constexpr):
+    """Return channels after the convolution, in float32."""
     token = taps[W - 1 if W > 0 else 0]
     y = token.to(tl.float32)
     if W > 0:
@@ -32,8 +40,6 @@ def convolve(
             y += past * tl.load(weight + channel * W + i, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             y += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        y *= tl.sigmoid(y)
     return y
 
 

@@ -1,49 +1,61 @@
 """Products of few rows x [M, D] with weights [N, D]: each weight is read once, with the operations around the product.
 
-    y = W x                                          of up to four maps, as consecutive columns of y
+    y = W x                                          of up to eight maps, as consecutive columns of y
     y = W (norm_weight * x / sqrt(mean(x^2) + eps))  with NORM
     y = phi(y),  or y = phi(W_gate x) * (W_up x)     with ACTIVATION, and GATED
     y = residual + W x                               with RESIDUAL
     y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
 
-A program keeps x in registers, and computes ROWS outputs of all rows of x at a time. Its threads split D; sums are in
-float32, in an order that depends on D and the dtype alone, so that a row's result does not depend on M. The factor of
-the norm is applied to the sums. Few programs share an SM, so that those of the next kernel start beside them.
+A program computes ROWS outputs of all rows of x. It loads their weights first, which do not depend on the kernel before
+it: on sm_90 they are read while that kernel ends, and so memory does not wait between two products. The threads split
+D; sums are in float32, in an order that depends on D and the dtype alone, so that a row's result does not depend on M.
+The factor of the norm is applied to the sums.
 
 M rows, D inputs, N outputs
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+
+
+class Weights(NamedTuple):
+    """The weights of each map [N, D], of which a kernel takes the first ones."""
+
+    w0: Any
+    w1: Any = None
+    w2: Any = None
+    w3: Any = None
+    w4: Any = None
+    w5: Any = None
+    w6: Any = None
+    w7: Any = None
 
 
 class GemvTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. N: outputs of each map; 0: no such map. ROWS: outputs of a tile.
+        M, D: rows and width of x. MAPS: their number. N: outputs of each. FIRST, TILES: outputs, and tiles of ROWS
+            outputs, of the maps before each, and of all. ROWS: outputs of a program.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
-        PROGRAMS: their number. STAGES: tiles in flight. AHEAD: tiles of a program that are requested before the
-            kernel's operands are ready. LINES: a power of two >= cache lines of D weights.
         X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
         OVERLAP: see device/overlap.py.
     """
 
     M: int
     D: int
+    MAPS: int
     N: tuple[int, ...]
+    FIRST: tuple[int, ...]
+    TILES: tuple[int, ...]
     ROWS: int
     BLOCK: int
     UNIT: int
     STEPS: int
-    PROGRAMS: int
-    STAGES: int
-    AHEAD: int
-    LINES: int
     X_STRIDE: int
     NORM: bool
     EPS: float
@@ -57,30 +69,22 @@ class GemvTraits(NamedTuple):
 
 @triton.jit
 def load_weights(w, row, step: tl.constexpr, size, traits: tl.constexpr):
-    """Load a block of the weights of ROWS outputs, [ROWS, BLOCK / UNIT, UNIT]."""
+    """Load a block of the weights of ROWS outputs, [BLOCK / UNIT, ROWS, UNIT]."""
     unit = step * (traits.BLOCK // traits.UNIT) + tl.arange(0, traits.BLOCK // traits.UNIT)
-    within = (row < size)[:, None, None] & (unit < tl.cdiv(traits.D, traits.UNIT))[None, :, None]
-    d = unit[None, :, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
+    within = (unit < tl.cdiv(traits.D, traits.UNIT))[:, None, None] & (row < size)[None, :, None]
+    d = unit[:, None, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
     if traits.D % traits.UNIT != 0:
         within = within & (d < traits.D)
-    at = row.to(tl.int64)[:, None, None] * traits.D + d
+    at = row.to(tl.int64)[None, :, None] * traits.D + d
     return tl.load(w + at, mask=within, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def prefetch_weights(w, row, size, traits: tl.constexpr):
-    """Request the weights of ROWS outputs, all of which the program reads, from memory into the L2 cache."""
-    ELEMENTS: tl.constexpr = LINE * traits.UNIT // 16
-    d = tl.minimum(tl.arange(0, traits.LINES) * ELEMENTS, traits.D - 1)
-    prefetch_line(w + tl.minimum(row, size - 1).to(tl.int64)[:, None] * traits.D + d[None, :])
-
-
-@triton.jit
 def load_inputs(x, step: tl.constexpr, traits: tl.constexpr):
-    """Load a block of a row of x or of the norm's weights, [1, BLOCK / UNIT, UNIT] in float32."""
+    """Load a block of a row of x or of the norm's weights, [BLOCK / UNIT, 1, UNIT] in float32."""
     unit = step * (traits.BLOCK // traits.UNIT) + tl.arange(0, traits.BLOCK // traits.UNIT)
-    within = (unit < tl.cdiv(traits.D, traits.UNIT))[None, :, None]
-    d = unit[None, :, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
+    within = (unit < tl.cdiv(traits.D, traits.UNIT))[:, None, None]
+    d = unit[:, None, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]
     if traits.D % traits.UNIT != 0:
         within = within & (d < traits.D)
     return tl.load(x + d, mask=within, other=0.0).to(tl.float32)
@@ -100,137 +104,104 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def locate_map(tile, w0, w1, w2, w3, traits: tl.constexpr):
+def locate_map(tile, weights, traits: tl.constexpr):
     """Return the weights of a tile's map, its ROWS outputs, their number in the map, and the map's column of y."""
-    ROWS: tl.constexpr = traits.ROWS
-    N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    N3: tl.constexpr = traits.N[3]
-    END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
-    END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
-    END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
-    w = w0
-    size = tl.where(tile < END_0, N0, N1)
-    first = tl.where(tile < END_0, 0, N0)
-    before = tl.where(tile < END_0, 0, END_0)
-    if N1 > 0:
-        w = tl.where(tile < END_0, w, w1)
-    if N2 > 0:
-        w = tl.where(tile < END_1, w, w2)
-        size = tl.where(tile < END_1, size, N2)
-        first = tl.where(tile < END_1, first, N0 + N1)
-        before = tl.where(tile < END_1, before, END_1)
-    if N3 > 0:
-        w = tl.where(tile < END_2, w, w3)
-        size = tl.where(tile < END_2, size, N3)
-        first = tl.where(tile < END_2, first, N0 + N1 + N2)
-        before = tl.where(tile < END_2, before, END_2)
-    row = (tile - before) * ROWS + tl.arange(0, ROWS)
+    MAPS: tl.constexpr = traits.MAPS
+    w = weights[0]
+    size = tile * 0 + traits.N[0]
+    first = tile * 0
+    before = tile * 0
+    for i in tl.static_range(1, MAPS):
+        is_after = tile >= traits.TILES[i]
+        w = tl.where(is_after, weights[i], w)
+        size = tl.where(is_after, traits.N[i], size)
+        first = tl.where(is_after, traits.FIRST[i], first)
+        before = tl.where(is_after, traits.TILES[i], before)
+    row = (tile - before) * traits.ROWS + tl.arange(0, traits.ROWS)
     return tl.multiple_of(w, 16), row, size, first
 
 
 @triton.jit
 def locate_mix(tile, mix, traits: tl.constexpr):
     """Return the row of mix [.., D] of a tile's map."""
-    ROWS: tl.constexpr = traits.ROWS
-    N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    END_0: tl.constexpr = (N0 + ROWS - 1) // ROWS
-    END_1: tl.constexpr = END_0 + (N1 + ROWS - 1) // ROWS
-    END_2: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS
-    of_last = tl.where(tile < END_2, traits.MIX[2], traits.MIX[3])
-    row = tl.where(tile < END_0, traits.MIX[0], tl.where(tile < END_1, traits.MIX[1], of_last))
+    MAPS: tl.constexpr = traits.MAPS
+    row = tile * 0 + traits.MIX[0]
+    for i in tl.static_range(1, MAPS):
+        row = tl.where(tile >= traits.TILES[i], traits.MIX[i], row)
     return mix + row * traits.D
 
 
-@triton.jit
-def gemv_kernel(x, norm_weight, residual, previous, mix, w0, w1, w2, w3, y, traits: tl.constexpr):
-    """Compute tiles of ROWS outputs of one map for all rows.
+@triton.jit(do_not_specialize=["early"])
+def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, traits: tl.constexpr):
+    """Compute ROWS outputs of one map for all rows.
 
-    Grid: PROGRAMS, each of which computes every PROGRAMS-th tile of all maps. Reads x, previous [M, D],
-    norm_weight [D], residual [M, N], mix [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half.
-    Writes y [M, N of all maps].
+    Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
+    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps]. early:
+    whether the weights may be read before the kernel before this one has ended; 0 if that may have written them.
     """
     M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
-    ROWS: tl.constexpr = traits.ROWS
     STEPS: tl.constexpr = traits.STEPS
-    AHEAD: tl.constexpr = traits.AHEAD
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
-    N1: tl.constexpr = traits.N[1]
-    N2: tl.constexpr = traits.N[2]
-    N3: tl.constexpr = traits.N[3]
-    END_1: tl.constexpr = (N0 + ROWS - 1) // ROWS + (N1 + ROWS - 1) // ROWS
-    TILES: tl.constexpr = END_1 + (N2 + ROWS - 1) // ROWS + (N3 + ROWS - 1) // ROWS
+    MAPS: tl.constexpr = traits.MAPS
+    TOTAL: tl.constexpr = traits.FIRST[MAPS]
     if traits.OVERLAP:
         start_next()
-        for i in tl.static_range(AHEAD):
-            tile = tl.minimum(tl.program_id(0) + i * traits.PROGRAMS, TILES - 1)
-            w, row, size, first = locate_map(tile, w0, w1, w2, w3, traits)
-            prefetch_weights(w, row, size, traits)
-            if traits.GATED:
-                prefetch_weights(w + N0 * D, row, size, traits)
+        if early == 0:
+            wait_for_previous()
+    w, row, size, first = locate_map(tl.program_id(0), weights, traits)
+    loaded = ()
+    for step in tl.static_range(STEPS):
+        loaded = loaded + (load_weights(w, row, step, size, traits),)
+        if traits.GATED:
+            loaded = loaded + (load_weights(w + N0 * D, row, step, size, traits),)
+    if traits.OVERLAP:
         wait_for_previous()
-    inputs = ()
-    factors = ()
+    share = locate_mix(tl.program_id(0), mix, traits) if traits.SHIFT else mix
     for m in tl.static_range(M):
-        squares = tl.zeros([1, traits.BLOCK // traits.UNIT], tl.float32)
+        inputs = ()  # every load is issued before the first is used
+        scales = ()
+        shares = ()
+        befores = ()
         for step in tl.static_range(STEPS):
-            block = load_inputs(x + m * traits.X_STRIDE, step, traits)
+            inputs = inputs + (load_inputs(x + m * traits.X_STRIDE, step, traits),)
             if traits.NORM:
-                squares += tl.sum(block * block, 2)
-                block *= load_inputs(norm_weight, step, traits)
-            inputs = inputs + (block,)
-        factors = factors + (tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + traits.EPS) if traits.NORM else 1.0,)
-
-    for tile in tl.range(tl.program_id(0), TILES, traits.PROGRAMS, num_stages=traits.STAGES):
-        w, row, size, first = locate_map(tile, w0, w1, w2, w3, traits)
-        before = ()
-        sums = ()
-        ups = ()
-        shifts = ()
-        for m in tl.static_range(M):
-            if traits.RESIDUAL:
-                at = m * (N0 + N1 + N2 + N3) + first + row
-                before = before + (tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32),)
-            sums = sums + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-            ups = ups + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
-            shifts = shifts + (tl.zeros([ROWS, traits.BLOCK // traits.UNIT], tl.float32),)
+                scales = scales + (load_inputs(norm_weight, step, traits),)
+            if traits.SHIFT:
+                shares = shares + (load_inputs(share, step, traits),)
+                befores = befores + (load_inputs(previous + m * D, step, traits),)
+        at = m * TOTAL + first + row
+        if traits.RESIDUAL:
+            before = tl.load(residual + at, mask=row < size, other=0.0).to(tl.float32)
+        squares = 0.0  # tensors of zeros would have another layout than the sums, through shared memory
+        sums = 0.0
+        ups = 0.0
+        shifts = 0.0
         for step in tl.static_range(STEPS):
-            weight = load_weights(w, row, step, size, traits).to(tl.float32)
-            if traits.GATED:
-                weight_up = load_weights(w + N0 * D, row, step, size, traits).to(tl.float32)
+            block = inputs[step]
+            weight = loaded[2 * step if traits.GATED else step].to(tl.float32)
+            square = tl.sum(block * block, 2)
+            if traits.NORM:
+                block *= scales[step]
             if traits.SHIFT:
-                share = load_inputs(locate_mix(tile, mix, traits), step, traits)
-            new_sums = ()
-            new_ups = ()
-            new_shifts = ()
-            for m in tl.static_range(M):
-                block = inputs[m * STEPS + step]
-                if traits.SHIFT:
-                    shifted = share * load_inputs(previous + m * D, step, traits)
-                    new_shifts = new_shifts + (shifts[m] + tl.sum(weight * shifted, 2),)
-                    block *= 1.0 - share
-                new_sums = new_sums + (sums[m] + tl.sum(weight * block, 2),)
-                if traits.GATED:
-                    new_ups = new_ups + (ups[m] + tl.sum(weight_up * block, 2),)
-            sums = new_sums
-            if traits.GATED:
-                ups = new_ups
+                shift = tl.sum(weight * (shares[step] * befores[step]), 2)
+                block *= 1.0 - shares[step]
+            product = tl.sum(weight * block, 2)
+            up = tl.sum(loaded[2 * step + 1].to(tl.float32) * block, 2) if traits.GATED else product
+            squares += square
+            sums += product
+            ups += up
             if traits.SHIFT:
-                shifts = new_shifts
-        for m in tl.static_range(M):
-            out = tl.sum(sums[m], 1) * factors[m]
-            if traits.SHIFT:
-                out += tl.sum(shifts[m], 1)
-            if ACTIVATION != "":
-                out = activate(out, ACTIVATION)
-            if traits.GATED:
-                out *= tl.sum(ups[m], 1) * factors[m]
-            at = m * (N0 + N1 + N2 + N3) + first + row
-            if traits.RESIDUAL:
-                out += before[m]
-            tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)
+                shifts += shift
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / D + traits.EPS) if traits.NORM else 1.0
+        out = tl.sum(sums, 0) * factor
+        if traits.SHIFT:
+            out += tl.sum(shifts, 0)
+        if ACTIVATION != "":
+            out = activate(out, ACTIVATION)
+        if traits.GATED:
+            out *= tl.sum(ups, 0) * factor
+        if traits.RESIDUAL:
+            out += before
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)

@@ -77,20 +77,20 @@ def add_column_major(S, base, rows, keys, in_rows, in_keys, stride, NK: tl.const
 
 
 @triton.jit
+def add_tiles(S, R, NK: tl.constexpr):
+    """Add the tiles of R to those of S."""
+    tiles = (S[0] + R[0],)
+    for t in tl.static_range(1, NK):
+        tiles = tiles + (S[t] + R[t],)
+    return tiles
+
+
+@triton.jit
 def identity(rows, keys, enabled, NK: tl.constexpr):
     """Return the tiles of the identity, or zeros."""
     tiles = (tl.where((rows[:, None] == keys[0][None, :]) & enabled, 1.0, 0.0),)
     for t in tl.static_range(1, NK):
         tiles = tiles + (tl.where((rows[:, None] == keys[t][None, :]) & enabled, 1.0, 0.0),)
-    return tiles
-
-
-@triton.jit
-def add_identity(S, rows, keys, NK: tl.constexpr):
-    """Add the identity to S."""
-    tiles = (S[0] + tl.where(rows[:, None] == keys[0][None, :], 1.0, 0.0),)
-    for t in tl.static_range(1, NK):
-        tiles = tiles + (S[t] + tl.where(rows[:, None] == keys[t][None, :], 1.0, 0.0),)
     return tiles
 
 

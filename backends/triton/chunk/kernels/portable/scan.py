@@ -80,7 +80,8 @@ def scan_kernel(gmem, v, scale, T, window, windows, num_segments, traits: tl.con
         starts.
     MODE "maps": the maps alone.
     CARRIED: the state before the sequence is not known yet. MODE "ends" then starts every segment from a zero state,
-        and also computes the map of the first segment, and the end of the last one if carries [N] is not 0.
+        and also computes the map of the first segment, and the end of the last one if carries [N] is not 0; its map for
+        the backward.
 
     TERMS = 2: values that feed back into the state are split in two terms (hi + lo). TILED: v is a tensor descriptor.
     """
@@ -145,7 +146,8 @@ def scan_kernel(gmem, v, scale, T, window, windows, num_segments, traits: tl.con
         # combine_kernel reads no map of the first segment, no map whose effect is negligible, and forward no end of the
         # last segment. With CARRIED it reads all maps that are not negligible, and that end if another piece needs it.
         if traits.CARRIED:
-            unused = (is_map & (negligible > 0)) | ((last == chunks) & (tl.load(gmem.carries + n) == 0))
+            inner = (last == chunks) & (tl.load(gmem.carries + n) == 0)
+            unused = (is_map & (negligible > 0)) | (inner & ((segment == 0) | (is_map == 0)))
         else:
             unused = (is_map & ((segment == 0) | (negligible > 0))) | ((last == chunks) & (MODE == "ends"))
         if unused:

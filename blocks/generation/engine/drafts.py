@@ -1,0 +1,125 @@
+"""Drafts by prompt lookup for the rows of a pool: what each row keeps for them, and passes that verify them.
+
+B rows of a pass, T tokens of a pass: the last drawn one and n drafted ones, C tokens of the history, L vocabulary
+"""
+
+import logging
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.blocks.generation.decoder import compiled_step
+from deltazoo.blocks.generation.speculation import LONGEST_MATCH, NO_TOKEN, commit_drafts, lookup, verify_drafts
+from deltazoo.blocks.model.compilation import CompiledLayers
+from deltazoo.blocks.model.interface import StackState, TokenModel
+
+MOST_LOOKED_UP = 4096  # last tokens of a text in which drafts are looked up
+MOST_TOKENS = 64  # of a pass; a step of more rows has no drafts, because it does not wait for the weights alone
+_log = logging.getLogger("deltazoo")
+
+
+class DraftRows(NamedTuple):
+    """What the device keeps for each row, since the host does not know yet how many drafts were accepted.
+
+    history: [R, C] int64, the last tokens of prompt and continuation, preceded by -1. drawn, left: [R] int64, numbers
+    of new tokens so far, and of those that may follow.
+    """
+
+    history: Tensor
+    drawn: Tensor
+    left: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, capacity: int | None, device: torch.device) -> Self:
+        """Return rows without a request, in which tokens are valid and nothing may be drawn."""
+        length = MOST_LOOKED_UP if capacity is None else min(capacity, MOST_LOOKED_UP)
+        history = torch.zeros(rows, LONGEST_MATCH + length, dtype=torch.int64, device=device)
+        return cls(history, *(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)))
+
+    def set_row(self, row: int, prompt: Tensor, limit: int) -> None:
+        """Start a row after a prompt [T] on the CPU, which `limit` tokens may follow."""
+        last = prompt[-(self.history.shape[1] - LONGEST_MATCH) :]
+        self.history[row].fill_(NO_TOKEN)
+        self.history[row, -len(last) :] = last.to(self.history.device, non_blocking=True)
+        self.drawn[row].zero_()
+        self.left[row].fill_(limit)
+
+    def append_(self, token_BT: Tensor, count_B: Tensor) -> None:
+        """Append the first `count` tokens to the rows."""
+        longer = torch.cat([self.history, token_BT], 1)
+        place_C = torch.arange(self.history.shape[1], device=longer.device)
+        self.history.copy_(longer.gather(1, count_B[:, None] + place_C))
+        self.drawn.add_(count_B)
+        self.left.sub_(count_B)
+
+
+class PassBuffers(NamedTuple):
+    """What a pass reads and writes.
+
+    tokens: [B, 1], the last drawn ones. history: [B, C]. read: [B, T], the tokens of the pass. logits: [B, T, L].
+    accepted: [B] int32, how many tokens of the pass stand, which is set between `verify` and `commit`.
+    """
+
+    tokens: Tensor
+    history: Tensor
+    read: Tensor
+    logits: Tensor
+    accepted: Tensor
+    state: StackState
+
+
+class Pass:
+    """A pass of a fixed number of rows: `verify` drafts, choose tokens and set the counts, then `commit`.
+
+    Args:
+        compile: compile both calls, each as one graph. layers: the compiled layers that they use in place of it.
+    """
+
+    def __init__(
+        self, model: TokenModel, buffers: PassBuffers, compile: bool = False, layers: CompiledLayers | None = None
+    ) -> None:
+        self._model, self._buffers, self._layers = model, buffers, layers
+        self._read, self._keep = verify_drafts, commit_drafts
+        if compile and layers is None:
+            device = model.device
+            self._read, self._keep = compiled_step(verify_drafts, device), compiled_step(commit_drafts, device)
+        self._draft: StackState | None = None  # of the last call of `verify`
+        self.verify: Call = self._verify
+        self.commit: Call = self._commit
+
+    def capture(self, memory: Any) -> Self:
+        """Capture both calls in CUDA graphs. Counts of 0 leave the state. Args: memory: pool of the graphs."""
+        device = self._buffers.tokens.device
+        self._buffers.accepted.zero_()
+        try:
+            verify = capture(self._verify, device, memory, warm_ups=3)
+            verify()  # writes the draft that the warm-up of `commit` reads
+            self.commit = capture(self._commit, device, memory)
+            self.verify = verify
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.warning("passes with drafts cannot be captured for this model and stay eager: %s", error)
+        return self
+
+    def warm_up(self) -> Self:
+        """Compile both calls. The state does not change."""
+        self._buffers.accepted.zero_()
+        self._verify()
+        self._commit()
+        return self
+
+    def _verify(self) -> None:
+        buffers, (B, T) = self._buffers, self._buffers.read.shape
+        length_B = torch.full((B,), buffers.history.shape[1], device=buffers.history.device)
+        buffers.read[:, :1] = buffers.tokens
+        buffers.read[:, 1:] = lookup(buffers.history, length_B, T - 1)
+        with nullcontext() if self._layers is None else self._layers.active():
+            self._draft = self._read(self._model, buffers.read, buffers.state, buffers.logits)
+
+    def _commit(self) -> None:
+        assert self._draft is not None  # of `verify`
+        self._keep(self._model, self._draft, self._buffers.state, self._buffers.accepted)

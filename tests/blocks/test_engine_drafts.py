@@ -1,0 +1,264 @@
+"""An engine that verifies drafts gives each request the tokens of plain decoding, with the same seeds and limits."""
+
+import random
+
+import pytest
+import torch
+from test_engine import VOCAB, draw, make, random_requests, run
+
+from deltazoo import Engine, Sampling
+from deltazoo.backends.compile import CompileBackend
+from deltazoo.backends.io.errors import StateError, ValueRangeError
+from deltazoo.backends.update import registry
+from deltazoo.blocks.generation.engine import pool
+from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, DraftRows
+from deltazoo.blocks.generation.generate import generate_tokens
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
+
+REPEATED = [3, 4, 5, 6, 7, 8] * 4
+
+
+@pytest.fixture
+def model(model: LanguageModel) -> LanguageModel:
+    """The hybrid in float32."""
+    return model.float()
+
+
+def alone(model: LanguageModel, prompt: list[int], sampling: Sampling) -> list[int]:
+    return generate_tokens(model, torch.tensor([prompt], device=model.device), sampling)[0].tolist()
+
+
+def drafting(model: LanguageModel, speculate: int = 3, ahead: bool | None = None, **settings) -> Engine:
+    """Args: ahead: whether the host launches a pass before it has the tokens of the one before, as on CUDA."""
+    engine = make(model, **{"speculate": speculate, "step_tokens": 40, **settings})
+    engine._is_ahead = engine._is_ahead if ahead is None else ahead
+    return engine
+
+
+def check_random_requests(model: LanguageModel, count: int, seed: int, **settings) -> float:
+    """Submit requests at random moments, and cancel some; return the tokens per pass."""
+    rng, engine = random.Random(seed), drafting(model, **settings)
+    waiting, submitted = random_requests(count, seed), []
+    while waiting or engine.pending:
+        for _ in range(min(rng.choice([0, 0, 1, 5]), len(waiting))):
+            submitted.append(engine.submit(*waiting.pop()))
+        if submitted and rng.random() < 0.05:
+            engine.cancel(rng.choice(submitted))
+        engine.step()
+    for request in submitted:
+        expected = alone(model, request.prompt, request.sampling)
+        assert request.error is None
+        assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
+    return engine.counts.tokens_per_pass
+
+
+@pytest.mark.parametrize(("most", "ahead"), [(pool.MOST_TOKENS, False), (8, True)])
+def test_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, most, ahead):
+    """With the smaller limit, steps of more than two requests have no drafts, so that both kinds alternate."""
+    monkeypatch.setattr(pool, "MOST_TOKENS", most)
+    assert check_random_requests(model, 10, seed=0, ahead=ahead) > 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, seed):
+    monkeypatch.setattr(pool, "MOST_TOKENS", (8, 64)[seed % 2])
+    check_random_requests(model, 25, seed, slots=1 + seed, speculate=1 + seed % 4, step_tokens=50, ahead=seed > 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
+    torch.manual_seed(0)
+    spec = StackSpec(width=32, depth=2, vocab=VOCAB, pattern=name, mlp={"width": 32})
+    model = spec.build(backend=CompileBackend(compiled=False)).double()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.0 if "embedding" in path else parameter.shape[1] ** -0.5)
+    assert check_random_requests(model, 10, seed=0) > 1
+
+
+@pytest.mark.slow
+def test_compiled_passes_give_the_tokens_of_runs_alone(model):
+    check_random_requests(model, 8, seed=1, slots=2, compile=True)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_samples_are_those_of_generate_tokens_with_the_same_seed(model, ahead):
+    samplings = [
+        Sampling(temperature=0.3, seed=1, max_tokens=70),
+        Sampling(temperature=0.5, top_k=5, seed=2, max_tokens=20),
+        Sampling(temperature=0.5, top_k=9, top_p=0.8, min_p=0.05, seed=4, max_tokens=20),
+        Sampling(temperature=0.6, min_p=0.2, repetition_penalty=1.2, seed=5, max_tokens=20),
+        Sampling(temperature=0, repetition_penalty=1.1, max_tokens=20),
+        Sampling(temperature=0, max_tokens=20),
+    ]
+    engine = drafting(model, ahead=ahead)
+    requests = [engine.submit([*REPEATED, n], sampling) for n, sampling in enumerate(samplings)]
+    run(engine)
+    assert engine.counts.tokens_per_pass > 1.2
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, request.sampling), request.sampling
+
+
+def test_log_probabilities_are_those_of_the_forward_pass(model):
+    engine = drafting(model)
+    requests = [engine.submit(REPEATED, Sampling(temperature=0, max_tokens=12, logprobs=n)) for n in (3, 0)]
+    run(engine)
+    with torch.no_grad():
+        logits = model(torch.tensor([REPEATED + requests[0].tokens]))[0]
+    expected = logits[0, len(REPEATED) - 1 : -1].log_softmax(-1)
+    assert engine.counts.tokens_per_pass > 1.2
+    for request in requests:
+        assert len(request.logprobs) == 12
+        for entry, token, row in zip(request.logprobs, request.tokens, expected, strict=True):
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+            top = row.topk(request.sampling.logprobs)
+            assert [token for token, _ in entry.top] == top.indices.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_each_request_keeps_its_own_accepted_drafts(model):
+    """A request whose drafts stand ends in fewer passes than one of the same length, in the same steps."""
+    engine, sampling = drafting(model), Sampling(temperature=0, max_tokens=24)
+    requests = [engine.submit(prompt, sampling) for prompt in (REPEATED, draw(24, 5), draw(24, 6), draw(24, 7))]
+    run(engine)
+    passes = [request.passes for request in requests]
+    assert min(passes) < max(passes) <= 23
+    assert engine.counts.passes == sum(passes)
+    assert engine.counts.passed == 4 * 23
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, sampling)
+
+
+def test_tokens_after_a_stop_in_a_pass_and_beyond_the_limit_are_dropped(model):
+    free = alone(model, REPEATED, Sampling(temperature=0, max_tokens=24))
+    limits = [(n, ()) for n in range(1, 9)]
+    stops = [(24, tuple(free[n : n + 2])) for n in range(2, 12)]
+    engine = drafting(model)
+    samplings = [Sampling(temperature=0, max_tokens=limit, stop=(stop,) if stop else ()) for limit, stop in limits]
+    samplings += [Sampling(temperature=0, max_tokens=limit, stop=(stop,)) for limit, stop in stops]
+    requests = [engine.submit(REPEATED, sampling) for sampling in samplings]
+    events = list(engine)
+    for request in requests:
+        assert request.tokens == alone(model, REPEATED, request.sampling)
+        assert [event.token for event in events if event.request is request] == request.tokens
+    assert engine.counts.tokens_per_pass > 1.2
+
+
+def test_a_stop_text_may_end_in_the_middle_of_a_pass(build, spec):
+    model = build(spec.model_copy(update={"vocab": 256})).float()
+    sampling = Sampling(temperature=0, max_tokens=30)
+    plain = make(model)
+    whole = plain.submit("abcabcabcabc", sampling)
+    run(plain)
+    engine = drafting(model)
+    requests = [
+        engine.submit("abcabcabcabc", sampling.model_copy(update={"stop": (whole.text[n : n + 2],)}))
+        for n in range(4, 12)
+    ]
+    run(engine)
+    assert engine.counts.tokens_per_pass > 1
+    for request in requests:
+        (stop,) = request.sampling.stop
+        assert request.reason == "stop"
+        assert request.text == whole.text[: whole.text.index(stop) + len(stop)]
+
+
+def test_a_request_with_nan_logits_ends_alone(build, spec):
+    """Also when the tokens before are accepted drafts: they arrive, and the error ends the request after them."""
+    model = build(spec.model_copy(update={"tied": False})).float()
+    prompts = [REPEATED, draw(12, 1), draw(12, 2)]
+    sampling = Sampling(temperature=0, max_tokens=12)
+    expected = [alone(model, prompt, sampling) for prompt in prompts]
+    unseen = min(set(range(VOCAB)) - set().union(*prompts, *expected))
+    last = expected[0][9]
+    engine = drafting(model)
+    with torch.no_grad():
+        model.embedding.weight[unseen] = torch.nan
+    bad = engine.submit([*REPEATED, unseen, *REPEATED], sampling)
+    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+    run(engine)
+    assert (bad.reason, bad.tokens) == ("error", [])
+    assert [request.tokens for request in requests] == expected
+    with torch.no_grad():
+        model.embedding.weight[last] = torch.nan
+    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+    run(engine)
+    for request, tokens in zip(requests, expected, strict=True):
+        if last in request.prompt:
+            assert (request.reason, request.tokens) == ("error", [])
+        elif last in tokens[:-1]:
+            assert isinstance(request.error, ValueRangeError)
+            assert request.tokens == tokens[: tokens.index(last) + 1]
+        else:
+            assert request.tokens == tokens
+
+
+@pytest.mark.parametrize("phase", ["verify", "draw", "commit"])
+def test_an_error_in_a_pass_ends_its_requests_and_no_other(model, monkeypatch, phase):
+    engine, sampling = drafting(model), Sampling(temperature=0, max_tokens=20)
+    first = [engine.submit(prompt, sampling) for prompt in (REPEATED, draw(6))]
+    engine.step()
+
+    def fail(*args):
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._steps, phase, fail)
+        with pytest.raises(RuntimeError, match="out of order"):
+            engine.step()
+    second = [engine.submit(prompt, sampling) for prompt in (REPEATED, draw(6))]
+    run(engine)
+    assert [request.reason for request in first] == ["error"] * 2
+    for request in second:
+        assert request.tokens == alone(model, request.prompt, sampling)
+
+
+def test_drafts_are_looked_up_in_the_last_tokens_of_a_long_text(model):
+    """The history of a row is shorter than the prompt, and moves with the text."""
+    rows = DraftRows.empty(2, None, torch.device("cpu"))
+    prompt = torch.arange(MOST_LOOKED_UP + 100)
+    rows.set_row(1, prompt, 7)
+    rows.append_(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([0, 2]))
+    assert rows.history[0].eq(0).all()
+    assert rows.history[1].tolist() == [-1, *prompt[102 - 2 :].tolist(), 4, 5]
+    assert (rows.drawn.tolist(), rows.left.tolist()) == ([0, 2], [0, 5])
+
+
+def test_drafts_need_space_in_the_caches_and_in_a_step(model):
+    engine = drafting(model)
+    engine.submit([1] * 820, Sampling(max_tokens=10))
+    with pytest.raises(StateError, match=r"at most 832 tokens of a request.*needs 833: 821 .* and 3 drafted ones"):
+        engine.submit([1] * 821, Sampling(max_tokens=10))
+    with pytest.raises(ValueRangeError, match=r"step_tokens must be above slots = 4 \* 4 tokens of a pass, got 16"):
+        drafting(model, step_tokens=16)
+    with pytest.raises(ValueRangeError, match="speculate must be an integer >= 0, got -1"):
+        drafting(model, speculate=-1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(3))
+def test_captured_passes_give_the_tokens_of_runs_alone(model, monkeypatch, seed):
+    monkeypatch.setattr(pool, "MOST_TOKENS", (64, 8, 12)[seed])  # with the smaller ones few steps have drafts
+    tokens_per_pass = check_random_requests(model.cuda().rebind(None), 20, seed)
+    assert seed or tokens_per_pass > 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_passes_draw_the_samples_of_generate_tokens(model):
+    """With one capture for all numbers of accepted drafts: no graph is added after the first request of a kind."""
+    model = model.cuda().rebind(None)
+    engine, sampling = drafting(model, slots=1, step_tokens=20), Sampling(temperature=0.4, max_tokens=90, seed=0)
+    for seed in range(4):
+        request = engine.submit(REPEATED + draw(3, seed), sampling.model_copy(update={"seed": seed}))
+        run(engine)
+        assert request.tokens == alone(model, request.prompt, request.sampling)
+        if not seed:
+            graphs = len(engine._steps._draws), len(engine._steps._passes), len(engine._steps._decoders)
+    assert graphs == (len(engine._steps._draws), len(engine._steps._passes), len(engine._steps._decoders))
+    assert engine.counts.tokens_per_pass > 1

@@ -1,0 +1,52 @@
+"""Compare mixers whose tokens are split over GPUs with one GPU, in bfloat16."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from deltazoo.blocks.parallel.context import ContextParallel, Layout
+from deltazoo.mixers.core.config import parse
+from deltazoo.mixers.core.mixer import Context
+
+MIXERS = {
+    "gated_deltanet": {"heads": 2}, "kda": {"heads": 2}, "mamba2": {}, "rwkv7": {},
+    "sliding_window": {"heads": 2, "window": 100}, "attention": {"heads": 2},
+}  # fmt: skip
+WIDTH, DOCUMENTS = 256, (0, 400, 650, 650, 900)
+
+
+def errors_of(name: str, parallel: ContextParallel) -> list[float]:
+    """Return the relative errors of the output and of the gradients of x and all parameters, summed over ranks."""
+    torch.manual_seed(0)
+    mixer = parse({"mixer": name, **MIXERS[name]}).build(WIDTH).cuda().bfloat16()
+    x, d_y = torch.randn(2, 1, DOCUMENTS[-1], WIDTH, dtype=torch.bfloat16).cuda()
+    batch = parallel.plan(1, DOCUMENTS[-1], DOCUMENTS)
+    whole = Context(cu_seqlens=torch.tensor(DOCUMENTS, dtype=torch.int32, device="cuda"))
+    expected = _run(mixer, x, d_y, whole)
+    actual = _run(mixer, batch.shard(x), batch.shard(d_y), batch.context)
+    for gradient in actual[2:]:
+        dist.all_reduce(gradient)
+    expected[:2] = map(batch.shard, expected[:2])
+    return [float((a - b).float().norm() / b.float().norm()) for a, b in zip(actual, expected, strict=True)]
+
+
+def _run(mixer: torch.nn.Module, x: torch.Tensor, d_y: torch.Tensor, context: Context) -> list[torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = mixer(leaf, None, context).y
+    parameters = [p for p in mixer.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(y, [leaf, *parameters], d_y, materialize_grads=True)
+    return [y.detach(), *(gradient.contiguous() for gradient in gradients)]
+
+
+def run_gpu_rank(rank: int, ranks: int, layout: Layout, folder: str) -> None:
+    """Save the largest errors of each mixer on this rank."""
+    torch.cuda.set_device(rank)
+    store = f"file://{folder}/store"
+    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    parallel = ContextParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",)), layout)
+    torch.save({name: errors_of(name, parallel) for name in MIXERS}, f"{folder}/{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # threads of NCCL may outlast the interpreter
