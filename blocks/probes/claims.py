@@ -105,8 +105,9 @@ def verdict(claim: Claim, runs: Sequence[Run]) -> Verdict:
     """
     found, sentences, holds = cells(runs), [], True
     for task in claim.tasks:
-        if any((task, mixer) not in found for mixer in (*claim.better, *claim.worse)):
-            return Verdict(None, ["not every run is finished"])
+        missing = [f"`{mixer}`" for mixer in (*claim.better, *claim.worse) if (task, mixer) not in found]
+        if missing:
+            return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
         low, low_mixer = min((found[task, mixer].score, mixer) for mixer in claim.better)
         high, high_mixer = max((found[task, mixer].score, mixer) for mixer in claim.worse)
         is_met = low >= high + MARGIN and (low >= SOLVED or not claim.solved)
@@ -135,14 +136,17 @@ def page(name: str, runs: Sequence[Run]) -> str:
 
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the pages of docs/evidence/ by file name: the table, and each claim whose runs are finished."""
+    """Return the pages of docs/evidence/ by file name: the table, and each claim with a finished run."""
     if not runs:
         return {"index.md": "# Evidence\n\nThis version has no runs. `deltazoo probe` makes them.\n"}
-    finished = [name for name, claim in CLAIMS.items() if verdict(claim, runs).holds is not None]
-    lines = [
-        f"- [{CLAIMS[name].title}]({name}.md): {'holds' if verdict(CLAIMS[name], runs).holds else 'does not hold'}"
-        for name in finished
+    found = cells(runs)
+    begun = [
+        name
+        for name, claim in CLAIMS.items()
+        if any((task, mixer) in found for task in claim.tasks for mixer in (*claim.better, *claim.worse))
     ]
+    outcomes = {True: "holds", False: "does not hold", None: "not decided"}
+    lines = [f"- [{CLAIMS[name].title}]({name}.md): {outcomes[verdict(CLAIMS[name], runs).holds]}" for name in begun]
     tasks = tuple(dict.fromkeys(run.task for run in runs))
     paragraphs = [
         "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
@@ -150,12 +154,12 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         "highest seed. A cell without parentheses has one seed.",
         "![Heat map of the table, and accuracy over the sequence length](table.png)",
     ]
-    if finished:
-        toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(finished)}\n```"
+    if begun:
+        toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(begun)}\n```"
         paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
     options = f"--mixers gated_deltanet,kda --tasks parity --out {_FOLDER} --device cuda"
     index = _page("Evidence", paragraphs, runs, tasks, score_table(runs)._replace(notes=()), options)
-    return {"index.md": index, **{f"{name}.md": page(name, runs) for name in finished}}
+    return {"index.md": index, **{f"{name}.md": page(name, runs) for name in begun}}
 
 
 def _page(

@@ -165,7 +165,9 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     assert claims.verdict(claim, finished).holds is True
     assert claims.verdict(claim._replace(solved=True), finished).holds is False
     assert claims.verdict(claim._replace(better=("worse",), worse=("better",)), finished).holds is False
-    assert claims.verdict(claim, finished[:-1]).holds is None
+    undecided = claims.verdict(claim, finished[:-1])
+    assert undecided.holds is None
+    assert undecided.sentences == ["Not decided: there is no finished run on parity of `worse`."]
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)
