@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.ops.momentum_chunks import MomentumOperands, MomentumSaved, MomentumToken
-from deltazoo.backends.triton.momentum import kernels
-from deltazoo.backends.triton.momentum.kernels import MomentumTraits
+from deltazoo.backends.triton.momentum.kernels import operands, scan
+from deltazoo.backends.triton.momentum.kernels.tiles import MomentumTraits
 from deltazoo.backends.triton.runtime.launcher import launcher
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, most_registers, power_of_two
@@ -44,9 +44,9 @@ def forward(x: MomentumOperands, *results: Tensor) -> None:
     o, final, *kept = results
     with torch.cuda.device_of(x.q):
         tensors = x._asdict() | dict(zip(MomentumSaved._fields, kept, strict=True)) | {"o": o, "final": final}
-        run = launcher(kernels.momentum_prepare_kernel, tensors, {"traits": _traits(x, 64, TILES.keys)}, TILES.prepare)
+        run = launcher(operands.momentum_prepare_kernel, tensors, {"traits": _traits(x, 64, TILES.keys)}, TILES.prepare)
         run(x.q.shape[0] * x.q.shape[2], {})
-        _scan(kernels.momentum_scan_kernel, x, tensors, TILES.scan, options=TILES.scan_options)
+        _scan(scan.momentum_scan_kernel, x, tensors, TILES.scan, options=TILES.scan_options)
 
 
 def backward(
@@ -72,20 +72,16 @@ def backward(
         for head in range(0, H, size):
             window = range(head, min(head + size, H))
             numbers = {"head": head, "heads": len(window)}
-            _scan(kernels.momentum_states_kernel, x, tensors, TILES.scan, options=TILES.scan_options, window=window)
-            _scan(
-                kernels.momentum_reverse_kernel, x, tensors, TILES.reverse, options=TILES.reverse_options, window=window
-            )
+            _scan(scan.momentum_states_kernel, x, tensors, TILES.scan, options=TILES.scan_options, window=window)
+            _scan(scan.momentum_reverse_kernel, x, tensors, TILES.reverse, options=TILES.reverse_options, window=window)
             traits = _traits(x, 64, TILES.keys)
-            run = launcher(kernels.momentum_pairs_kernel, tensors, {"traits": traits}, TILES.pairs)
+            run = launcher(scan.momentum_pairs_kernel, tensors, {"traits": traits}, TILES.pairs)
             run(G * len(window), numbers)
             traits = _traits(x, TILES.gradients, TILES.keys)
-            run = launcher(
-                kernels.momentum_gradients_kernel, tensors, {"traits": traits}, options=TILES.gradients_options
-            )
+            run = launcher(scan.momentum_gradients_kernel, tensors, {"traits": traits}, options=TILES.gradients_options)
             run(G * len(window) * key_tiles, {"G": G} | numbers)
         traits = _traits(x, 64, TILES.keys)
-        launcher(kernels.momentum_gates_kernel, tensors, {"traits": traits}, TILES.gates)(G * H, {"G": G})
+        launcher(operands.momentum_gates_kernel, tensors, {"traits": traits}, TILES.gates)(G * H, {"G": G})
 
 
 def step_(x: MomentumToken, o: Tensor) -> None:
@@ -95,7 +91,7 @@ def step_(x: MomentumToken, o: Tensor) -> None:
     traits = MomentumTraits(H=H, K=K, V=V, C=1, BK=BK, BV=BV)
     with torch.cuda.device_of(x.q):
         options = Options(limit_warps(8, BK * BV))
-        run = launcher(kernels.momentum_step_kernel, x._asdict() | {"o": o}, {"traits": traits}, options)
+        run = launcher(scan.momentum_step_kernel, x._asdict() | {"o": o}, {"traits": traits}, options)
         run(B * H * cdiv(V, BV), {})
 
 

@@ -1,0 +1,1 @@
+"""Kernels of the delta rule with momentum, by what they compute."""
