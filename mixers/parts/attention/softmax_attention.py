@@ -4,8 +4,6 @@ B batch, T time, H heads, G key-value heads, E head width, S slots, W window, N 
 J keys, L queries of the first block, M blocks
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -110,7 +108,7 @@ def attend_packed(
     if N and k.shape[-1] == v.shape[-1] and has_flash_attention(q, v):
         keys, values, key_bounds = packed_keys(k, v, cache, cu_seqlens)
         query_bounds = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), T)])
-        return flash_packed(q, keys, values, scale, window, KeyBounds(query_bounds, key_bounds, S + T))
+        return flash_packed(q, keys, values, scale, window, (query_bounds, key_bounds), S + T)
     if N > 1 and values_are_readable(cu_seqlens):
         pieces = []
         for n, (q_n, k_n, v_n) in enumerate(_split_packed((q, k, v), cu_seqlens)):
@@ -194,7 +192,7 @@ def flash_attend(
         bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
     else:
         bounds = torch.cat([cu_seqlens.int(), cu_seqlens.new_full((1,), T, dtype=torch.int32)])
-    return flash_packed(q, k, v, scale, window, KeyBounds(bounds, bounds, T))
+    return flash_packed(q, k, v, scale, window, (bounds, bounds), T)
 
 
 def packed_keys(k: Tensor, v: Tensor, cache: KVCache, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,24 +221,21 @@ def packed_keys(k: Tensor, v: Tensor, cache: KVCache, cu_seqlens: Tensor) -> tup
     return keys, values, torch.cat([bounds, (T + before_N1[-1:])]).int()
 
 
-class KeyBounds(NamedTuple):
-    """Bounds of packed sequences among the queries and the keys, [N + 1] int32, and the most keys of a sequence."""
+def flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bounds: tuple[Tensor, Tensor], most_keys: int
+) -> Tensor:
+    """Call torch's varlen_attn on rows of sequences, whose queries are those of the last keys.
 
-    queries: Tensor
-    keys: Tensor
-    most_keys: int
-
-
-def flash_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, bounds: KeyBounds) -> Tensor:
-    """Call torch's varlen_attn on rows of sequences, whose queries are those of the last keys."""
+    Args: bounds: of the sequences among the queries and the keys, [N + 1] int32. most_keys: of a sequence.
+    """
     from torch.nn.attention.varlen import varlen_attn  # imports Triton
 
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v))
     before = -1 if window is None else window - 1  # tokens before the current one
     q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
-    T, J, window_size = q.shape[1], bounds.most_keys, (before, 0)
-    o = varlen_attn(q_rows, k_rows, v_rows, bounds.queries, bounds.keys, T, J, scale=scale, window_size=window_size)
+    lengths = *bounds, q.shape[1], most_keys
+    o = varlen_attn(q_rows, k_rows, v_rows, *lengths, scale=scale, window_size=(before, 0))
     assert isinstance(o, Tensor)  # without the logsumexp
     return o.view(q.shape)
 

@@ -17,7 +17,6 @@ from deltazoo.backends.context_parallel.exchange import connected, gather_line
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.mixers.parts.attention.caches import KVCache, token_in_slot
 from deltazoo.mixers.parts.attention.softmax_attention import (
-    KeyBounds,
     attend,
     flash_packed,
     has_flash_attention,
@@ -138,8 +137,8 @@ def _attend_window(q: Tensor, k: Tensor, v: Tensor, scale: float, W: int, plan: 
     key_bounds = torch.cat([torch.cat([unused, heads, inner[:, 1:]], 1).flatten(), bounds[-1:] + shift[-1:]]).int()
     if has_flash_attention(q, v):
         query_bounds = torch.cat([torch.cat([starts[:, :1], starts], 1).flatten(), bounds[-1:]]).int()
-        most = KeyBounds(query_bounds, key_bounds, past + max(sizes))
-        return connected(flash_packed(q, rows[..., :E], rows[..., E:], scale, W, most), rows)
+        o = flash_packed(q, rows[..., :E], rows[..., E:], scale, W, (query_bounds, key_bounds), past + max(sizes))
+        return connected(o, rows)
     padded_q = torch.cat([torch.cat([x.new_zeros(past, *x.shape[1:]), x]) for x in q[0].split(sizes)])[None]
     o = attend(padded_q, rows[..., :E], rows[..., E:], scale, W, key_bounds)
     pieces = o[0].split([past + size for size in sizes])
