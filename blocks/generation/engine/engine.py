@@ -110,11 +110,10 @@ class Engine:
         states = row_states(model, cache_tokens, slots)
         self.capacity, self.pages = states.longest, states.pages
         on_cuda = model.device.type == "cuda"
-        pieces = min(slots, _MOST_PIECES)
         sizes = step_sizes(1, slots, halves=not compile) if on_cuda or compile else None
         self._decoding = Pool(model, slots, states, sizes, speculate)
-        sizes = step_sizes(1, pieces, False) if on_cuda else None
-        self._reading = Pool(model, pieces, states, sizes, speculate)
+        pieces = min(slots, _MOST_PIECES)
+        self._reading = Pool(model, pieces, states, step_sizes(1, pieces, False) if on_cuda else None, speculate)
         limit = default_limit(model.device) if prefix_bytes is None else prefix_bytes
         has_space = limit >= self._reading.row_bytes
         self.prefixes = PrefixTree(limit, self.pages, states.page_bytes) if has_space else None
@@ -184,7 +183,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Read pieces of prompts, decode a token of each running request, and return what has arrived since.
+        """Read pieces of prompts, decode a token of each running request, and return the events since the last call.
 
         If it raises an error, the requests whose states may be damaged end with that error. The others continue with
         the next step.
