@@ -145,7 +145,9 @@ def test_active_parameters_leave_out_the_experts_and_memories_that_a_token_does_
     spec = StackSpec(width=16, depth=3, vocab=9, pattern=2 * shared + Attention(heads=1), mlp=dense)
     model, description = spec.build(), spec.describe()
     layer = model.stack.layers[0]
-    unused = 3 * 3 * 16 * 8 + 3 * sum(x.numel() for x in layer.mixers[0].memories[0].parameters())
+    joint = layer.mixers[0].joint
+    maps = [next(iter(of_memories.children())) for of_memories in (joint.to_kv, *joint.gates.values())]
+    unused = 3 * 3 * 16 * 8 + 3 * sum(x.numel() for part in maps for x in part.parameters())
     first, again, last = description.layers
     assert first.parameters - first.active_parameters == unused
     assert (again.parameters, again.active_parameters) == (0, 0)

@@ -159,7 +159,7 @@ class JointMemories(nn.Module):
         inputs, new = self._inputs({name: layout.of_pack(y) for name, y in routed.items()}, old, layout.context)
         o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), layout.context)
         mixture = pack.mix(layout.to_pack(o.flatten(2)))
-        rows = {name: new[name][: M * N].unflatten(0, (M, N)).transpose(0, 1) for name in old}
+        rows = {name: torch.unflatten(new[name][: M * N], 0, (M, N)).transpose(0, 1) for name in old}
         if self.sizes.shared:
             old = {name: y[:, M] for name, y in (state or {}).items()}
             inputs, new = self._inputs(of_all, old, context)
@@ -194,7 +194,7 @@ class JointMemories(nn.Module):
         inputs, new = self._inputs(channels, {name: y.clone() for name, y in old.items()}, Context())
         for name, history in new.items():
             kept = history if real is None else torch.where(real[:, None, None], history, old[name])
-            pools[name].index_copy_(0, slots, kept)
+            pools[name].index_copy_(0, slots, kept.to(old[name].dtype))
         slots = slots if real is None else torch.where(real, slots, -1)
         return self.update.bound.step_(inputs, pools[self.update_key], slots), inputs
 
