@@ -196,7 +196,7 @@ class AttentionMixer(Mixer):
         return empty_cache(batch, slots, self.key_value_heads, self.head_width, activation_like(self.out, self))
 
     def init_paged_state(self, capacity: int, pages: PageTable) -> KVCache | PagedCache:
-        """Return an empty cache in pages; with a window, or where nothing attends to pages, that of `init_state`."""
+        """Return an empty paged cache; with a window, or if pages are not supported, the cache of `init_state`."""
         like = activation_like(self.out, self)
         q = like.new_empty(1, 1, 1, self.head_width)
         if self.window is not None or page_refusals(q, pages.slots):

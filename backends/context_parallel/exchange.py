@@ -48,13 +48,13 @@ class _Sum(torch.autograd.Function):
 
 
 def begin_gather(x: Tensor, links: Links) -> Tensor:
-    """Begin to gather equal tensors of all ranks along dimension 0, without a gradient; `end_gather` waits for them."""
+    """Start to gather tensors of equal shape along dimension 0, without a gradient; `end_gather` waits for them."""
     pending: Tensor = _ops.all_gather_into_tensor(x.contiguous(), links.ranks, links.group)
     return pending
 
 
 def end_gather(pending: Tensor) -> Tensor:
-    """Let the stream wait for a gathered tensor, and return it."""
+    """Make the current stream wait for gathered tensors, and return them."""
     gathered: Tensor = _ops.wait_tensor(pending)
     return gathered
 

@@ -28,8 +28,8 @@ class ContextPlan(NamedTuple):
         begins, ends: [N] bool, whether a segment holds the first and the last token of its document.
         tails: [P] int64, the last segment of each local piece; its first one is p S.
         receives: [P] bool, whether the first segment of a local piece continues a document.
-        before, after: [N, 1 + G] int32, for each segment a number and so many pieces, by their index among the gathered
-            ones: those before it in its document, the first of them first, and those after it, the last of them first.
+        before, after: [N, 1 + G] int32, for each segment a count n, and n pieces as indices of the gathered ones: those
+            before the segment in its document, from first to last, and those after it, from last to first.
         joins: [G] bool, whether the last segment of a piece continues a document; it is then the only one.
         lengths: [G] int64, tokens in the last segment of each piece.
         distance: [P, G] int64, tokens between the end of a piece g and the start of local piece p, if the last segment
@@ -159,7 +159,7 @@ def make_plan(
     order = [by_rank.index(g) for g in range(len(pieces))]
 
     def chain(g: int, step: int) -> list[int]:
-        """Number the pieces that hold the document before (step -1) or after (1) piece g, the farthest first."""
+        """Return the count of the document's pieces before (step -1) or after (1) piece g, and them, farthest first."""
         found: list[int] = []
         while 0 <= g + step < len(pieces) and not pieces[max(g, g + step)][0].begins:
             g += step
@@ -195,7 +195,7 @@ def make_plan(
 
 
 def _rows(row: list[int], at: int, segments: int) -> list[list[int]]:
-    """Return a row for each segment of a piece: the given one, and zeros."""
+    """Return a row for each segment of a piece: `row` for segment `at`, zeros for the others."""
     return [row if i == at else [0] * len(row) for i in range(segments)]
 
 

@@ -86,10 +86,10 @@ class MomentumToken(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of the tokens of a chunk in its states, [G, H, C, C] of tokens t and s unless stated.
+    """Weights of the writes of the tokens s of a chunk in its states at t, [G, H, C, C] unless stated.
 
     Args:
-        alpha, mu: products of alpha and mu over s < r <= t; 0 for s > t, alpha also for s = t, mu 1 for s = t.
+        alpha, mu: products of alpha and mu over s < r <= t; 0 for s > t; for s = t alpha is 0 and mu is 1.
         written: beta_t mu, earlier: the weight in alpha_t S_(t-1) of what token s writes, without eta_s.
         held, written_N, earlier_N: [G, H, C], of the state N instead of what token s writes.
     """

@@ -1,10 +1,10 @@
-"""Causal softmax attention of new tokens over a cache in pages, which stores their keys and values.
+"""Causal softmax attention of new tokens over a paged cache, which stores their keys and values.
 
     the key of position p of sequence n is in page table[n, p // S], slot p % S
     o_t = sum_(s <= t) softmax_s(scale q_t . k_s) v_s
 
 Pages belong to sequences by the table alone: several may list the same page. Page 0 belongs to none: a token whose
-position has no page is not stored, and what it attends to means nothing. Nothing here records gradients.
+position has no page is not stored, and its output is undefined. Nothing here records gradients.
 
 B batch, T time, H query heads, G key-value heads, E head width, N sequences, M pages of a sequence, S slots of a page
 """
@@ -22,7 +22,7 @@ from deltazoo.backends.triton.attention import paged_op
 from deltazoo.backends.triton.attention.paged_op import PagedCall
 from deltazoo.backends.update.watch import runs_by_kernel
 
-LEAST_SLOTS = 16  # of a page that the kernels read
+LEAST_SLOTS = 16  # slots of the smallest page that the kernels support
 
 
 class Pages(NamedTuple):
@@ -34,9 +34,9 @@ class Pages(NamedTuple):
 
 
 def page_refusals(q: Tensor, slots: int) -> list[str]:
-    """Return why neither kernels nor plain torch attend from queries [B, T, H, E], one sentence each; [] if one does.
+    """Return why neither the kernels nor plain torch support queries [B, T, H, E], one sentence each; [] if one does.
 
-    Plain torch reads the lengths of the sequences, which on another device than a CPU would wait for it.
+    Plain torch reads the lengths of the sequences on the host, which on other devices than a CPU would synchronise.
     """
     return [] if q.device.type == "cpu" else _kernel_refusals(q, slots)
 
@@ -48,12 +48,12 @@ def attend_pages_(
     """Store keys and values of new tokens in their pages, in place, and attend to all tokens up to each.
 
     Args:
-        q: [B, T, H, E], without `page_refusals`; k, v: [B, T, G, E], in the dtype of the pages.
+        q: [B, T, H, E], for which `page_refusals` is empty; k, v: [B, T, G, E], in the dtype of the pages.
         before: [N] int64, the tokens of each sequence that the pages hold already.
         scale: factor on the scores.
         counts: [N] int64, the real tokens of each row, which are its first ones; None: all. The others are not stored.
         cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1, else B = N.
-    Returns: [B, T, H, E], 0 for tokens after the last packed sequence; padded tokens have no meaning.
+    Returns: [B, T, H, E], 0 for tokens after the last packed sequence; undefined for padded tokens.
     """
     by_kernel = runs_by_kernel("attention over pages", _kernel_refusals(q, pages.k.shape[1]))
     attend = paged_op.attend_pages if by_kernel else _attend_pages

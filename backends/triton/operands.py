@@ -140,19 +140,18 @@ class Gradients(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The results of prepare: what depends on a single chunk.
+    """The results of prepare, each computed from a single chunk.
 
     Args:
         gates: [slots, HV, 3, C], cumulative log2 decay, scaled erase strength, write strength; for a decay per channel
-            [slots, HV, K + C], the decay over the chunk and the write strength; DPLR, which has no write strength: in
-            its first place 1 for a chunk of strong decays, which the portable kernels compute.
+            [slots, HV, K + C], the decay over the chunk and the write strength; DPLR has no
+            write strength: the first element in its place is 1 for a chunk of strong decays, which the
+            portable kernels compute.
         decay_bounds: [slots, HV], upper bound of the log2 decay over the chunk.
         wy_tiles: [slots, HV, terms, C, C + 8], T and P (kernels/portable/wy_tiles.py); empty without an erase term,
-        unless the
-            decay is per channel. DPLR: two tiles (kernels/portable/channel/dplr_prepare.py).
+            unless the decay is per channel. DPLR: two tiles (kernels/portable/channel/dplr_prepare.py).
         scaled: [2, 3 or 4, B, T, HV, K], for a decay per channel the scaled operands
-        (kernels/portable/channel/prepare.py); else
-            empty.
+            (kernels/portable/channel/prepare.py); else empty.
         strengths: [B, T, HV], with `reparam` the strength of erase and write, for the backward; else empty.
         slopes: [slots, HV, 2, C], with `reparam` its derivatives (device/step_size.py), for the backward; else empty.
     """

@@ -42,7 +42,7 @@ FIRST_PLACE = Place()
 
 
 class PageTable(NamedTuple):
-    """Where caches in pages keep the tokens of each row.
+    """The page table of paged caches.
 
     table: [B, M] int32, the pages of each row; 0: none. All layers share it.
     pages: number of pages of a cache, from 1 on. slots: tokens of a page, a power of two.
@@ -182,9 +182,9 @@ class Mixer(nn.Module, ABC):
         """
 
     def init_paged_state(self, capacity: int, pages: PageTable) -> State:
-        """Return the state before the first token, with caches of every token in pages if the mixer has that form.
+        """Return the state before the first token, with paged caches if the mixer supports them.
 
-        Calls with it record no gradients. Its rows share `CachePages`, which are no tensors of the tree.
+        Calls with it record no gradients. Its rows share `CachePages`, whose tensors are not leaves of the state tree.
 
         Args: capacity: as for `init_state`; pages: with the table of the rows.
         """

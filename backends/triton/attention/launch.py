@@ -149,8 +149,8 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
 def parts_of(heads: int, slots: int, row_bytes: int, processors: int, page: int = 0) -> tuple[int, int]:
     """Return the keys of a tile of a decode step, and the parts of the keys of a head.
 
-    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels. page: slots that a tile must
-        not exceed; 0: any.
+    Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels. page: largest
+        tile in slots; 0: no limit.
     """
     tile = max(16, min(64, page or 64, 16384 // row_bytes))
     programs = _PROGRAMS_PER_PROCESSOR * (2 if row_bytes <= _NARROW else 1) * processors

@@ -1,4 +1,4 @@
-"""Operator and launches of the attention of new tokens over a cache in pages.
+"""Operator and launches of the attention of new tokens over a paged cache.
 
 B batch, T time, H query heads, G key-value heads, E head width, N sequences, M pages of a sequence, S slots of a page
 """
@@ -111,7 +111,7 @@ def _launch(call: PagedCall) -> Tensor:
 
 
 def _parts(programs: int, tiles: int, processors: int) -> int:
-    """Return the parts of the keys: such that a few tiles of queries occupy the device."""
+    """Return the number of parts of the keys, so that few query tiles still occupy the device."""
     return power_of_two(max(1, min(_MAX_PARTS, 2 * processors // max(1, programs), tiles)))
 
 

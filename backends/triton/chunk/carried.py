@@ -26,9 +26,10 @@ from deltazoo.backends.triton.runtime import table
 from deltazoo.backends.triton.support import Span, Tiles, fixed_options
 from deltazoo.backends.triton.tiles import cdiv, key_tiles, power_of_two, value_tile
 
-# Bytes; a window of so many needs no segments of its own: of 160,000 tokens with 32 heads of 128 x 128.
+# Least scratch of the backward, in bytes: up to 160,000 tokens with 32 heads of 128 x 128 are one window, which reuses
+# the segments of the exchange.
 _SCRATCH = 2**32
-# Chunks that a program scans while combine_kernel applies the map of one segment, about, for each tile of keys.
+# Approximate time in which combine_kernel applies the map of one segment to a key tile, in scanned chunks.
 _COMBINED_CHUNKS = 4
 
 
@@ -68,9 +69,9 @@ def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
 
 
 def _segment_chunks(problem: Problem, processors: int) -> int:
-    """Return the chunks per segment with which the tokens of all sequences take the least time.
+    """Return the chunks per segment that minimise the estimated time of all sequences.
 
-    The longest sequence of a pack may have most of its tokens. Programs beyond one per SM wait for the others.
+    Assumes that one sequence of a pack may hold most of its tokens, and that an SM runs one program at a time.
     """
     tiles = problem.HV * cdiv(problem.V, 128)
     chunks = max(cdiv(problem.T, CHUNK), 1)
@@ -86,7 +87,7 @@ def _segment_chunks(problem: Problem, processors: int) -> int:
 
 
 def is_one_window(plan: Plan) -> bool:
-    """Whether the backward processes all chunks at once: then it reads the segments of `summary_backward_launches`."""
+    """Whether the backward processes all chunks at once, and so reuses the results of `summary_backward_launches`."""
     return all(launch.span.windows == 1 for launch in plan.backward)
 
 

@@ -47,10 +47,10 @@ class Tensors(NamedTuple):
         gates, decay_bounds, wy_tiles, scaled, strengths, slopes: the results of prepare (`Prepared`).
         o, final, checkpoints: the output, the final state, and the states that the backward starts from.
         starts, ends: the states of segments (`segment_states`). initial: the state that the combination starts from.
-        carries, maps, pieces, piece_maps, chain, carried: of carried.py: whether another piece needs a sequence's end
-            or the gradient of its start; the maps of the segments, if not in ends; the totals of the pieces of all
-            ranks, and the forward's, which hold their maps; the pieces before or after each sequence; the state before
-            each sequence.
+        carries, maps, pieces, piece_maps, chain, carried: only for carried.py. carries: whether another piece needs a
+            sequence's end or the gradient of its start. maps: of the segments, unless `ends` holds them. pieces: the
+            totals of the pieces of all ranks. piece_maps: those of the forward, which hold the maps. chain: the pieces
+            before or after each sequence. carried: the state before each sequence.
         do, dstate: the gradients of o and of the state, before and after the backward.
         states, v_new, dstates, dstates_high, du, partial, spare: scratch (`Scratch`).
         dgates, state_products: partial sums of gate gradients.

@@ -17,8 +17,8 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_o
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-# Rows of `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to
-# 2 x 5888 channels take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` takes more rows, in 16 bits.
+# Most rows for `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to 2 x 5888 channels take 24,
+# 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` computes up to `MAX_DOT_ROWS` rows in 16 bits.
 MAX_ROWS = 2
 MAX_DOT_ROWS = 64
 MAX_MAPS = 8
@@ -31,11 +31,13 @@ _MAX_STEPS = 16  # the kernel unrolls the loop over D
 
 
 class GemvLaunch(NamedTuple):
-    """outputs of a program, bytes of a row of the weights that it reads at a time, warps.
+    """Launch parameters of `gemv_kernel`.
 
-    H200, gated-deltanet-1.3b, a captured step of one row, microseconds: 928 with these numbers and tiles of 24 KB of
-    weights; 944, 932, 919 and 940 with tiles of 12, 16, 32 and 48 KB; 961 with block=1024 and 2 warps; 991 with 32 KB,
-    block=4096 and 8 warps.
+    A captured step of gated-deltanet-1.3b with one row on an H200 takes 928 us with the defaults and weight tiles of 24
+    KB; 944, 932, 919 and 940 us with tiles of 12, 16, 32 and 48 KB; 961 us with block=1024 and 2 warps; 991 us with
+    tiles of 32 KB, block=4096 and 8 warps.
+
+    Args: rows: outputs of a program. block: bytes of a weight row that a program loads at a time.
     """
 
     rows: int
@@ -44,10 +46,14 @@ class GemvLaunch(NamedTuple):
 
 
 class DotLaunch(NamedTuple):
-    """outputs of a program, inputs that it reads at a time, warps, blocks in flight, inputs requested ahead.
+    """Launch parameters of `few_rows_kernel`.
 
-    H200, 32 rows, microseconds for 2400 to 10,818 outputs of four maps after a norm, and for 2400 to 2 x 5888 gated
-    ones: 27, 29 with these numbers; 55, 69 with rows=32, block=128, stages=4; 70, 57 with rows=16, block=256, stages=4.
+    32 rows on an H200, microseconds for 2400 to 10,818 outputs of four maps after a norm, and for 2400 to 2 x 5888
+    gated ones: 27, 29 with the defaults; 55, 69 with rows=32, block=128, stages=4; 70, 57 with rows=16, block=256,
+    stages=4.
+
+    Args: rows: outputs of a program. block: inputs that it loads at a time. stages: blocks in flight. ahead: inputs
+        that it prefetches.
     """
 
     rows: int = 64
@@ -58,7 +64,7 @@ class DotLaunch(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What surrounds a product.
+    """The operations around a product.
 
     Args:
         norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.

@@ -1,4 +1,4 @@
-"""Measured launches: one choice for each class of problems, and of launches of the kernels beside the update.
+"""Measured launches: one choice for each class of problems, and of launches of the kernels outside the update.
 
 H key heads, HV value heads, K key width, V value width
 """
@@ -153,7 +153,7 @@ COLUMNS = ("kernel", "shape", "class", "chosen", ">ms", ">gain", ">tried", ">rej
 
 
 class OperatorKey(BaseModel):
-    """The class of launches of a kernel beside the update that a record holds for.
+    """A class of launches, of a kernel outside the update, to which a record applies.
 
     Args: dtypes: of the kernel's tensors. traits: its constants.
     """
@@ -169,10 +169,10 @@ class OperatorKey(BaseModel):
 
 
 class OperatorRecord(BaseModel):
-    """One measured choice of warps and stages of a kernel beside the update.
+    """One measured choice of warps and stages of a kernel outside the update.
 
     Args:
-        key: the launches it holds for.
+        key: the launches to which it applies.
         triton: the Triton version it was measured with. revision: of the kernel (revisions.py).
         warps, stages: the choice.
         ms, heuristic_ms: median times of the operator's call with the choice and with the launch's own numbers.

@@ -151,7 +151,7 @@ _clears: list[Callable[[], None]] = []
 
 
 def cleared_with_tables(clear: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a function that clears a cache of what the tables decided: `clear_caches` calls it, too."""
+    """Register a function that clears a cache of results derived from the tables; `clear_caches` calls it."""
     _clears.append(clear)
     return clear
 

@@ -1,4 +1,4 @@
-"""Caches in pages: the keys and values of all rows in one pool, and a table of the pages of each row.
+"""Paged caches: the keys and values of all rows in one pool, and a table of the pages of each row.
 
 B batch, P pages, S slots of a page, M pages of a row, G key-value heads, E head width
 """
@@ -17,7 +17,7 @@ from deltazoo.mixers.core.sequences import token_counts
 class CachePages:
     """The pages of one layer, k and v [P, S, G, E].
 
-    No tree of tensors: what copies or selects the rows of a state leaves the pages, which belong to all rows.
+    Not a pytree: copying or selecting rows of a state leaves the pages as they are, because they belong to all rows.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -25,10 +25,10 @@ class CachePages:
 
 
 class PagedCache(NamedTuple):
-    """A cache that holds every token, in pages.
+    """A paged cache of every token.
 
     pages: of all rows; page 0 belongs to none.
-    table: [B, M] int32; token p of row b is in page table[b, p // S], slot p % S. 0: there is no page.
+    table: [B, M] int32; token p of row b is in page table[b, p // S], slot p % S. 0: no page.
     position: [B] int64, the number of tokens that each row has appended.
     """
 
@@ -58,7 +58,7 @@ def attend_paged(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: PagedCach
     """
     if torch.is_grad_enabled() or context.parallel is not None:
         got = "gradients" if context.parallel is None else "context.parallel"
-        raise StateError(f"a cache in pages needs calls without gradients on one rank, got {got}")
+        raise StateError(f"a paged cache needs calls without gradients on one rank, got {got}")
     counts = token_counts(q, context) if context.mask is not None else None
     pages, dtype = Pages(cache.pages.k, cache.pages.v, cache.table), cache.pages.k.dtype
     before, bounds = cache.position, context.cu_seqlens

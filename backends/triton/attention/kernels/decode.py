@@ -5,7 +5,7 @@
 
 with x_s = scale log2(e) q . k_s. Gates are channels of q and k.
 
-The slots of a sequence are one block of a cache, or with PAGE pages of a pool, which a table lists in order.
+The slots of a sequence are contiguous in a cache, or with PAGE > 0 in pages of a pool, which a table lists in order.
 
 B batch, S slots, H query heads, G key-value heads, E key width, V value width, P parts, M pages per sequence
 """
@@ -26,7 +26,7 @@ class DecodeTraits(NamedTuple):
         H, G, E, V: sizes. BE, BV: the powers of two from E and V on, at least 16.
         ROWS: the power of two from H / G on, at least 16. BN: keys of a tile. PARTS: P, a power of two.
         SCALE: factor of q . k. PREC: input precision of float32 products. OVERLAP: see device/overlap.py.
-        PAGE: slots of a page, a multiple of BN; 0: there are none.
+        PAGE: slots of a page, a multiple of BN; 0: the cache is not paged.
     """
 
     H: int
@@ -85,7 +85,7 @@ def attend_part(q_tile, k, v, table, partial, lse, row, part, end, traits: tl.co
     for n in range(part * keys, stop, BN):
         s = n + tl.arange(0, BN)
         at = (first_row(page, n, traits) + tl.arange(0, BN))[:, None] * traits.G
-        page = page_of(table, n + BN, stop, traits)  # of the next tile, whose loads then need not wait for it
+        page = page_of(table, n + BN, stop, traits)  # one tile ahead: its loads do not wait for the table
         k_tile = tl.load(k + at * traits.E + e, mask=(s < end)[:, None] & (e < traits.E), other=0.0)
         v_tile = tl.load(v + at * traits.V + c, mask=(s < end)[:, None] & (c < traits.V), other=0.0)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC) * (traits.SCALE * LOG2E)

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a cache in pages: a kernel that stores their keys and values, then one that attends.
+"""Attention of new tokens over a paged cache: a kernel that stores their keys and values, then one that attends.
 
     the key of position p of sequence n is in page table[n, p // PAGE], slot p % PAGE
     o_t = sum_(s <= t) softmax_s(scale q_t . k_s) v_s
@@ -25,12 +25,12 @@ class PagedTraits(NamedTuple):
     """Compile-time parameters.
 
     Args:
-        H, G, E: sizes; V = E. BE, BV: the power of two from E on, at least 16.
-        GROUP: the power of two from H / G on. TOKENS: of a tile; TOKENS x GROUP is at least 16.
+        H, G, E: sizes; V = E. BE, BV: the smallest power of two >= E, at least 16.
+        GROUP: the smallest power of two >= H / G. TOKENS: of a tile; TOKENS x GROUP is at least 16.
         BN: keys of a tile. PAGE: slots of a page, a multiple of BN. PARTS: P, a power of two.
         SCALE: factor of q . k. UNIT: a number by which all strides are divisible, for wide loads.
         PACKED: sequences are those of a pack, not the rows of the batch. PREC: input precision of float32 products.
-        OVERLAP: of the kernel that combines the parts.
+        OVERLAP: see device/overlap.py; for the kernel that combines the parts.
     """
 
     H: int
@@ -136,7 +136,7 @@ def paged_attention_kernel(
             s = at + tl.arange(0, BN)
             filled = (s < stop) & (page > 0)
             offset = (first_row(page, at, traits) + tl.arange(0, BN))[:, None] * (G * E) + e
-            page = page_of(table, at + BN, stop, traits)  # of the next tile, whose loads then need not wait for it
+            page = page_of(table, at + BN, stop, traits)  # one tile ahead: its loads do not wait for the table
             k_tile = tl.load(k_pages + offset, mask=filled[:, None] & (e < E), other=0.0)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC)
             x = tl.where((s[None, :] <= t) & filled[None, :], products * (traits.SCALE * LOG2E), float("-inf"))

@@ -50,7 +50,7 @@ class RWKV7Traits(NamedTuple):
 
 @triton.jit
 def prefetch_rows(weight, row, SIZE: tl.constexpr):
-    """Request rows of SIZE numbers of at least 16 bits, at valid addresses, from memory into the L2 cache."""
+    """Prefetch rows of SIZE elements of 16 bits or more, at valid addresses, into the L2 cache."""
     for start in tl.static_range(0, SIZE, 64):
         prefetch_line(weight + row * SIZE + start)
 

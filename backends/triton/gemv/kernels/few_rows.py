@@ -49,7 +49,7 @@ class FewRowsTraits(NamedTuple):
 
 @triton.jit
 def prefetch_rows(w, row, size, traits: tl.constexpr):
-    """Request the first lines of the weights of ROWS outputs from memory into the L2 cache."""
+    """Prefetch the first cache lines of the weights of ROWS outputs into the L2 cache."""
     d = tl.minimum(tl.arange(0, traits.LINES) * (LINE // 2), traits.D - 1)
     prefetch_line(w + tl.minimum(row, size - 1).to(tl.int64)[:, None] * traits.D + d[None, :])
 

@@ -7,7 +7,7 @@
     y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
 
 A program computes ROWS outputs of all rows of x. It loads their weights first, which do not depend on the kernel before
-it: on sm_90 they are read while that kernel ends, and so memory does not wait between two products. The threads split
+it: on sm_90 they are loaded while that kernel ends, so that memory is not idle between two products. The threads split
 D; sums are in float32, in an order that depends on D and the dtype alone, so that a row's result does not depend on M.
 The factor of the norm is applied to the sums.
 
@@ -137,7 +137,7 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
 
     Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
     [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps]. early:
-    whether the weights may be read before the kernel before this one has ended; 0 if that may have written them.
+    1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may have written them.
     """
     M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D

@@ -92,8 +92,8 @@ def combine_kernel(gmem, T, window, windows, traits: tl.constexpr):
     CARRIED: N_p of the first segment starts from zero, too, so that its map is applied.
     TOTAL: the sums and products over all segments instead, written to starts: [N, HV, V + K, K], the state after the
     sequence, and below it the map of the sequence; REVERSE: [N, HV, V, K], the gradient before the sequence.
-    LINKS > 0: chain [N, LINKS] holds for each sequence a number and so many pieces of other ranks, from which the
-    sequence starts (context_parallel/plan.py). pieces [.., HV, V + K, K] (REVERSE: [.., HV, V, K]) and piece_maps
+    LINKS > 0: chain [N, LINKS] holds for each sequence a count n, then n pieces, which are combined into the
+    state before it (context_parallel/plan.py). pieces [.., HV, V + K, K] (REVERSE: [.., HV, V, K]) and piece_maps
     [.., HV, V + K, K] hold their totals. Without REVERSE writes the state before the sequence, carried [N, HV, K, V].
     """
     HV: tl.constexpr = traits.HV
