@@ -41,7 +41,7 @@ def command(
         ),
     ] = None,
     claim: Annotated[
-        str | None, typer.Option(help="Run what decides this claim of docs/evidence/, and print its page.")
+        str | None, typer.Option(help="Make the runs that decide this claim of docs/evidence/, and print its page.")
     ] = None,
     out: Annotated[
         Path,

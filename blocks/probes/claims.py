@@ -131,8 +131,7 @@ def page(name: str, runs: Sequence[Run]) -> str:
         *verdict(claim, used).sentences,
         *(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
     ]
-    options = f"--claim {name} --out {_FOLDER} --device cuda"
-    return _page(claim.title, paragraphs, used, claim.tasks, run_table(used), options)
+    return _page(claim.title, paragraphs, used, claim.tasks, run_table(used), [name])
 
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
@@ -150,29 +149,30 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
     tasks = tuple(dict.fromkeys(run.task for run in runs))
     paragraphs = [
         "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
-        "sequences of the task, the mean over the seeds at the best learning rate; in parentheses the lowest and the "
-        "highest seed. A cell without parentheses has one seed.",
+        "sequences of the task: the mean over the seeds at the best learning rate, and in parentheses the lowest and "
+        "the highest seed. A cell without parentheses has one seed.",
         "![Heat map of the table, and accuracy over the sequence length](table.png)",
     ]
     if begun:
         toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(begun)}\n```"
         paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
-    options = f"--mixers gated_deltanet,kda --tasks parity --out {_FOLDER} --device cuda"
-    index = _page("Evidence", paragraphs, runs, tasks, score_table(runs)._replace(notes=()), options)
+    index = _page("Evidence", paragraphs, runs, tasks, score_table(runs)._replace(notes=()), begun)
     return {"index.md": index, **{f"{name}.md": page(name, runs) for name in begun}}
 
 
 def _page(
-    title: str, paragraphs: Sequence[str], runs: Sequence[Run], tasks: Sequence[str], table: Table, options: str
+    title: str, paragraphs: Sequence[str], runs: Sequence[Run], tasks: Sequence[str], table: Table, names: Sequence[str]
 ) -> str:
-    """Format a page: text, table, settings of the tasks, environments, and the command that made its runs."""
+    """Format a page: text, table, settings of the tasks, environments, and the command of each named claim."""
     text = "\n\n".join(map(wrap_prose, paragraphs))
     settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
     how = wrap_prose(
-        "The rate is the best of the task's rates with seed 0. A run ends early if it solves the task at every length. "
-        "The runs, with every rate and their curves, are in `blocks/probes/results/runs.jsonl`. They were made on:"
+        "The learning rate is the best of the task's rates with seed 0. A run ends early if it solves the task at "
+        "every length. The runs, with every rate and their curves, are in `blocks/probes/results/runs.jsonl`. They "
+        "were made on:"
     )
     made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))
+    commands = "\n".join(f"deltazoo probe --claim {name} --out {_FOLDER} --device cuda" for name in names)
     parts = [
         f"# {title}",
         text,
@@ -181,7 +181,7 @@ def _page(
         settings,
         how,
         made,
-        f"```bash\ndeltazoo probe {options}\n```",
+        *([f"```bash\n{commands}\n```"] if names else []),
         "This page is generated: `deltazoo probe --pages docs/evidence --out blocks/probes/results`.",
     ]
     return "\n\n".join(parts) + "\n"

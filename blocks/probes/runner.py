@@ -1,4 +1,4 @@
-"""Which runs a budget pays for: every rate with one seed, then further seeds at the best rate of each cell."""
+"""Runs within a time budget: every learning rate with one seed, then further seeds at the best rate of each cell."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ from deltazoo.blocks.probes.trainer import Trainer
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
 _POINTS = 10  # evaluations during a run
-_TURN = 25  # steps of a run before the next one's
+_TURN = 25  # steps of a run before the next run continues
 _SOLVED = 0.999
 _CHECK_TOKENS = 2**14  # of an evaluation during a run, at each length
 _GPU_WORKERS = 4
@@ -215,7 +215,7 @@ def _results(jobs: Sequence[_Job], workers: int) -> Iterator[_Result]:
 
 
 def _run_cell(job: _Job) -> _Result:
-    """Run what is missing of a cell; return the new runs, and why others are missing."""
+    """Run the missing runs of a cell; return them, and the reason if some are still missing."""
     if job.threads is not None and job.config.device == "cpu":
         torch.set_num_threads(job.threads)
     task, new = task_of(job.task), list[Run]()

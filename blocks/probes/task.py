@@ -46,7 +46,7 @@ class Task(FrozenConfig, ABC):
     name: ClassVar[str]
     about: ClassVar[str]
     source: ClassVar[str]
-    published: ClassVar[str]  # the figures of the source, in words
+    published: ClassVar[str]  # the results that the source reports
     scaled: ClassVar[str]  # how the defaults differ from the settings of the source, and why
 
     length: int = Field(ge=2)
@@ -90,5 +90,5 @@ class Task(FrozenConfig, ABC):
         """Return the answer at every place of a sequence that has one, by an exact algorithm on its tokens."""
 
     def last_half(self, batch: Batch) -> Batch:
-        """Keep what the evaluation scores. Tasks with an answer at every token score the last half of the sequence."""
+        """Keep the scored answers. Tasks with an answer at every token score the last half of the sequence."""
         return batch

@@ -1,4 +1,4 @@
-"""Claims that two CPU cores decide in minutes: small models that can, and that cannot, track a state."""
+"""Claims about state tracking that small models decide on two CPU cores in minutes."""
 
 from pathlib import Path
 

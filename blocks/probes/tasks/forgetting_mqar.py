@@ -25,7 +25,7 @@ class ForgettingMQAR(Task):
     scaled: ClassVar[str] = (
         "vocabulary 8,192, two layers of width 64 without MLP, weight decay, rates from 1e-3 to 1e-2 and 16 pairs "
         "in 128 tokens as in zoology's sweep; half of the keys are updated in place of 4, so that their share is "
-        "that of zoology's defaults, 4 of 8; 3,000 steps of 128 in place of 22,500 of 256, for time"
+        "that of zoology's defaults, 4 of 8; 3,000 steps of 128 in place of 22,500 of 256, to save time"
     )
 
     length: int = Field(default=128, ge=8)

@@ -20,7 +20,7 @@ class InductionHeads(Task):
 
     scaled: ClassVar[str] = (
         "256 tokens, vocabulary 16 and two layers of width 64 as for Mamba; 2,000 steps of 64 in place of 204,800 "
-        "of 8, and lengths up to 4,096 in place of 2^20, for time: `induction(lengths=[256,1048576])` reads that "
+        "of 8, and lengths up to 4,096 in place of 2^20, to save time: `induction(lengths=[256,1048576])` reads that "
         "far"
     )
 

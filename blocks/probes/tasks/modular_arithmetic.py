@@ -21,7 +21,7 @@ class ModularArithmetic(Task):
     """
 
     name: ClassVar[str] = "modular_arithmetic"
-    about: ClassVar[str] = "a finite automaton, beyond the training length"
+    about: ClassVar[str] = "simulating a finite automaton beyond the training length"
     source: ClassVar[str] = "Deletang 2022, arXiv 2207.02098; Grazzi 2024, arXiv 2411.12537, section 5.1"
     published: ClassVar[str] = (
         "scaled accuracy of Mamba-3's table 5b, 3 layers: Mamba-3 98.51, Mamba-2 47.81, GDN with eigenvalues in "
@@ -29,7 +29,7 @@ class ModularArithmetic(Task):
     )
 
     scaled: ClassVar[str] = (
-        "3 layers and batch 256 as for Mamba-3; 39 tokens without a curriculum, and half of its 10,000 steps, for time"
+        "3 layers and batch 256 as for Mamba-3; 39 tokens without a curriculum; half of its 10,000 steps, to save time"
     )
 
     length: int = Field(default=39, ge=3)

@@ -27,7 +27,7 @@ class MQAR(Task):
     scaled: ClassVar[str] = (
         "vocabulary 8,192, two layers of width 64 without MLP, weight decay and rates from 1e-3 to 1e-2 as in "
         "zoology's sweeps; one of its sizes, 32 pairs in 128 tokens, in place of a mixture; 3,000 steps of 128 in "
-        "place of 22,500 of 256, for time"
+        "place of 22,500 of 256, to save time"
     )
 
     length: int = Field(default=128, ge=8)

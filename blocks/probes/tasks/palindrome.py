@@ -21,7 +21,7 @@ class Palindrome(Task):
 
     scaled: ClassVar[str] = (
         "two layers as in Kimi Linear; 64 tokens in place of 256 to 2,048, width 64 in place of 256, higher rates "
-        "and 3,000 steps in place of 20,000, for time"
+        "and 3,000 steps in place of 20,000, to save time"
     )
 
     length: int = Field(default=64, ge=2)

@@ -14,7 +14,7 @@ class Parity(Task):
     """Random bits; the answer at every bit is the sum so far, modulo 2."""
 
     name: ClassVar[str] = "parity"
-    about: ClassVar[str] = "state of two values, beyond the training length"
+    about: ClassVar[str] = "tracking a state of two values beyond the training length"
     source: ClassVar[str] = "Grazzi 2024, arXiv 2411.12537, section 5.1; Mamba-3, arXiv 2603.15569, table 5b"
     published: ClassVar[str] = (
         "scaled accuracy, trained to 160, tested at 256: Mamba-3 100, Mamba-2 0.90, GDN with eigenvalues in [-1, 1] 100"
@@ -22,7 +22,7 @@ class Parity(Task):
     scaled: ClassVar[str] = (
         "lengths, one layer, width and state 64 as for Mamba-3, without its curriculum, because every prefix has an "
         "answer; no weight decay, as in Grazzi; 2,000 steps of 128 in place of 10,000 of 256 and three of eight "
-        "rates, for time"
+        "rates, to save time"
     )
 
     length: int = Field(default=160, ge=2)

@@ -22,7 +22,7 @@ class SelectiveCopying(Task):
 
     scaled: ClassVar[str] = (
         "16 data tokens of a vocabulary of 16 and two layers of width 64 as for Mamba; 256 tokens in place of 4,096 "
-        "and 5,000 steps in place of 400,000, for time"
+        "and 5,000 steps in place of 400,000, to save time"
     )
 
     length: int = Field(default=256, ge=4)

@@ -27,7 +27,7 @@ class Stacks(Task):
 
     scaled: ClassVar[str] = (
         "two layers as in Kimi Linear; 16 stacks in 192 tokens, as many operations on each as with 64 in 768; width "
-        "64 in place of 256, higher rates and 3,000 steps in place of 20,000, for time"
+        "64 in place of 256, higher rates and 3,000 steps in place of 20,000, to save time"
     )
 
     length: int = Field(default=192, ge=3)

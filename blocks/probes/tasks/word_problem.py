@@ -20,7 +20,7 @@ class WordProblem(Task):
     """Random elements of a permutation group; the answer at each is the product so far, x_t ... x_2 x_1."""
 
     name: ClassVar[str] = "word_problem"
-    about: ClassVar[str] = "state that permutes, beyond the training length"
+    about: ClassVar[str] = "tracking a permutation beyond the training length"
     source: ClassVar[str] = "Siems 2025, arXiv 2502.10297, section 5.1; Merrill 2024, arXiv 2404.08819"
     published: ClassVar[str] = (
         "S3, trained to 128, tested to 512, one layer: DeltaProduct with n = 2 and eigenvalues in [-1, 1] solves it; "
@@ -28,8 +28,9 @@ class WordProblem(Task):
     )
 
     scaled: ClassVar[str] = (
-        "one layer of width 128, 4 heads of 32 and no weight decay as in the defaults of DeltaProduct's code; for "
-        "time, 32 tokens and 128 in place of 128 and 512, 3,000 steps of 128 in place of 4,900 of 2,048; a second rate"
+        "one layer of width 128, 4 heads of 32 and no weight decay as in the defaults of DeltaProduct's code; to "
+        "save time, 32 and 128 tokens in place of 128 and 512, 3,000 steps of 128 in place of 4,900 of 2,048; a second "
+        "rate"
     )
 
     group: Literal["S3", "S4", "A5", "S5"] = "S3"
