@@ -45,6 +45,18 @@ def draw(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def model_of(pattern: str) -> LanguageModel:
+    """Build a small model in float64, with weights large enough that greedy tokens vary."""
+    torch.manual_seed(0)
+    spec = StackSpec(width=32, depth=2, vocab=VOCAB, pattern=pattern, mlp={"width": 32})
+    model = spec.build(backend=CompileBackend(compiled=False)).double()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.0 if "embedding" in path else parameter.shape[1] ** -0.5)
+    return model
+
+
 def random_requests(count: int, seed: int) -> list[tuple[list[int], Sampling]]:
     """Prompts of which a part begins with a shared prefix, with different lengths and stop sequences."""
     rng = random.Random(seed)
@@ -84,14 +96,7 @@ def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names(registry.MIXERS))
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
-    torch.manual_seed(0)
-    spec = StackSpec(width=32, depth=2, vocab=VOCAB, pattern=name, mlp={"width": 32})
-    model = spec.build(backend=CompileBackend(compiled=False)).double()
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1.0 if "embedding" in path else parameter.shape[1] ** -0.5)
-    check_random_requests(model, 10, seed=0)
+    check_random_requests(model_of(name), 10, seed=0)
 
 
 @pytest.mark.slow

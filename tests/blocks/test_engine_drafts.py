@@ -4,17 +4,15 @@ import random
 
 import pytest
 import torch
-from test_engine import VOCAB, draw, make, random_requests, run
+from test_engine import VOCAB, draw, make, model_of, random_requests, run
 
 from deltazoo import Engine, Sampling
-from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import StateError, ValueRangeError
 from deltazoo.backends.update import registry
 from deltazoo.blocks.generation.engine import pool
 from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, DraftRows
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
-from deltazoo.blocks.spec.stack_spec import StackSpec
 
 REPEATED = [3, 4, 5, 6, 7, 8] * 4
 
@@ -70,14 +68,7 @@ def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names(registry.MIXERS))
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
-    torch.manual_seed(0)
-    spec = StackSpec(width=32, depth=2, vocab=VOCAB, pattern=name, mlp={"width": 32})
-    model = spec.build(backend=CompileBackend(compiled=False)).double()
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1.0 if "embedding" in path else parameter.shape[1] ** -0.5)
-    assert check_random_requests(model, 10, seed=0) > 1
+    assert check_random_requests(model_of(name), 10, seed=0) > 1
 
 
 @pytest.mark.slow
@@ -121,7 +112,7 @@ def test_log_probabilities_are_those_of_the_forward_pass(model):
 
 
 def test_each_request_keeps_its_own_accepted_drafts(model):
-    """A request whose drafts stand ends in fewer passes than one of the same length, in the same steps."""
+    """A request whose drafts are accepted ends in fewer passes than one of the same length, in the same steps."""
     engine, sampling = drafting(model), Sampling(temperature=0, max_tokens=24)
     requests = [engine.submit(prompt, sampling) for prompt in (REPEATED, draw(24, 5), draw(24, 6), draw(24, 7))]
     run(engine)
