@@ -45,7 +45,7 @@ def generate_tokens(
         generator: draws a seed in place of `sampling.seed`.
         speculate: number of tokens that each step drafts by prompt lookup (`deltazoo.blocks.generation.speculation`)
             and verifies with the next one in one pass; 0: none. The tokens are those of decoding without drafts, up to
-            rounding of the logits. It pays for one or a few rows whose continuations repeat parts of their texts. A
+            rounding of the logits. It speeds up one or a few rows whose continuations repeat parts of their texts. A
             `Decoder` needs a capacity of as many tokens more.
     Returns: the new tokens, [B, n] int64 with n <= max_tokens; -1 after the end of a row that stopped.
     Raises: InputError or a subclass; ValueRangeError: a weight is NaN, so that the logits of the prompt are not finite;

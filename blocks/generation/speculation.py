@@ -67,7 +67,7 @@ def accept(chosen_BT: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 def seen_before_each(seen_BL: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Return which tokens precede each logits of a pass if its drafts stand, [B, T, L].
+    """Return which tokens precede each position of a pass if all its drafts are accepted, [B, T, L].
 
     Args: seen_BL: bool, the tokens up to the first one of the pass.
     """

@@ -263,7 +263,7 @@ class Layer(nn.Module):
         return tuple(mixer.init_state(batch, capacity) for mixer in self.mixers)
 
     def init_paged_state(self, capacity: int, pages: PageTable) -> LayerState:
-        """Return the initial state with caches in pages; see `Mixer.init_paged_state`."""
+        """Return the initial state with paged caches; see `Mixer.init_paged_state`."""
         return tuple(mixer.init_paged_state(capacity, pages) for mixer in self.mixers)
 
     def commit_(self, draft: LayerState, state: LayerState, accepted: Tensor) -> None:

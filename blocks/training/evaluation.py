@@ -25,8 +25,8 @@ class Evaluation(BaseModel):
     Args:
         bits_per_token: mean cross entropy, in bits per token.
         tokens: number of predicted tokens.
-        bits_per_byte: the same on a text, whose bytes are the tokens; of documents by the predicted tokens per byte of
-            all that are held out, None if that is unknown or only answers have a loss.
+        bits_per_byte: on a text, whose tokens are bytes, the same; on documents bits_per_token times the predicted
+            tokens per byte of all held-out documents, None if this is unknown or only answers have a loss.
         source: description of the text.
         is_text_of_run: whether the model was trained on this text; None: the model is not from a training run.
     """
@@ -66,9 +66,8 @@ def evaluate(
             the sources of Python's standard library.
         length: tokens per window; None: as in the run, else 256.
         batch: windows per forward pass; None: as in the run, else 8.
-        batches: number of batches, of a text evenly spaced windows, of documents the first ones; 0: consecutive windows
-            that cover the validation part, of a text except for a rest shorter than a window; None: as in the run,
-            else 4.
+        batches: number of batches: evenly spaced windows of a text, or the first batches of documents; 0: the whole
+            validation part, of a text without a last incomplete window; None: as in the run, else 4.
     Raises: ConfigError: the text is too short, cannot be read or is no longer that of the run, or the vocabulary of the
         model has fewer tokens than the text; InputError: another type; ValueRangeError: a weight is NaN, so that the
         cross entropy is not finite.

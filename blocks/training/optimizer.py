@@ -161,7 +161,7 @@ class _Part(NamedTuple):
 
 
 def _in_parts(weights: list[Weight]) -> Iterator[list[Weight]]:
-    """Split weights into parts with copies of at most `_AT_ONCE` elements, or of one weight."""
+    """Split weights into parts with copies of at most `_AT_ONCE` elements; a larger weight is a part of its own."""
     part: list[Weight] = []
     size = 0
     for weight in weights:

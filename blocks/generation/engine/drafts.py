@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup for the rows of a pool: what each row keeps for them, and passes that verify them.
+"""Drafts by prompt lookup for the rows of a pool: the state of each row, and the passes that verify the drafts.
 
 B rows of a pass, T tokens of a pass: the last drawn one and n drafted ones, C tokens of the history, L vocabulary
 """
@@ -17,12 +17,12 @@ from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.interface import StackState, TokenModel
 
 MOST_LOOKED_UP = 4096  # last tokens of a text in which drafts are looked up
-MOST_TOKENS = 64  # of a pass; a step of more rows has no drafts, because it does not wait for the weights alone
+MOST_TOKENS = 64  # of a pass; a larger one is not bound by loading weights, so a step of more rows has no drafts
 _log = logging.getLogger("deltazoo")
 
 
 class DraftRows(NamedTuple):
-    """What the device keeps for each row, since the host does not know yet how many drafts were accepted.
+    """State of each row on the device, because the host does not know yet how many drafts were accepted.
 
     history: [R, C] int64, the last tokens of prompt and continuation, preceded by -1. drawn, left: [R] int64, numbers
     of new tokens so far, and of those that may follow.
@@ -34,7 +34,7 @@ class DraftRows(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, capacity: int | None, device: torch.device) -> Self:
-        """Return rows without a request, in which tokens are valid and nothing may be drawn."""
+        """Return rows without a request: their tokens are valid, and no token may be sampled."""
         length = MOST_LOOKED_UP if capacity is None else min(capacity, MOST_LOOKED_UP)
         history = torch.zeros(rows, LONGEST_MATCH + length, dtype=torch.int64, device=device)
         return cls(history, *(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)))
@@ -57,10 +57,10 @@ class DraftRows(NamedTuple):
 
 
 class PassBuffers(NamedTuple):
-    """What a pass reads and writes.
+    """Tensors that a pass reads and writes.
 
-    tokens: [B, 1], the last drawn ones. history: [B, C]. read: [B, T], the tokens of the pass. logits: [B, T, L].
-    accepted: [B] int32, how many tokens of the pass stand, which is set between `verify` and `commit`.
+    tokens: [B, 1], the last sampled ones. history: [B, C]. read: [B, T], the tokens of the pass. logits: [B, T, L].
+    accepted: [B] int32, how many tokens of the pass are accepted, set between `verify` and `commit`.
     """
 
     tokens: Tensor
@@ -75,7 +75,7 @@ class Pass:
     """A pass of a fixed number of rows: `verify` drafts, choose tokens and set the counts, then `commit`.
 
     Args:
-        compile: compile both calls, each as one graph. layers: the compiled layers that they use in place of it.
+        compile: compile both calls, each as one graph. layers: compiled layers that the calls use instead.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Pass:
         self.commit: Call = self._commit
 
     def capture(self, memory: Any) -> Self:
-        """Capture both calls in CUDA graphs. Counts of 0 leave the state. Args: memory: pool of the graphs."""
+        """Capture both calls in CUDA graphs, with counts of 0 to keep the state. Args: memory: pool of the graphs."""
         device = self._buffers.tokens.device
         self._buffers.accepted.zero_()
         try:

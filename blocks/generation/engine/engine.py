@@ -36,10 +36,10 @@ _MOST_CANDIDATES = 256  # waiting requests that a step considers
 
 
 class EngineCounts(NamedTuple):
-    """What an engine has done.
+    """Counters of an engine.
 
-    steps: calls of `step`. read, reused: tokens of prompts that it read, and those whose state a snapshot had. passes:
-    of one request each, with drafts; passed: tokens that they gave.
+    steps: calls of `step`. read, reused: prompt tokens that were read, and those whose state a snapshot had. passes:
+    passes with drafts, counted per request; passed: tokens that they yielded.
     """
 
     steps: int = 0
@@ -75,7 +75,7 @@ class Engine:
         model: its state has one row per slot.
         slots: maximum number of requests that are in progress; others wait.
         step_tokens: maximum number of tokens that a step reads, of prompts and of decoding rows; None: 2048, or more if
-            the decoding rows alone may read so many.
+            the decoding rows alone can exceed it.
         cache_tokens: number of tokens that the caches of attention hold for all requests and snapshots, in pages of 64,
             which a request reserves before its prompt is read; None: for models without such caches.
         prefix_bytes: memory for snapshots of states after prefixes of prompts, which other prompts reuse; 0: none are
@@ -83,8 +83,8 @@ class Engine:
         compile: compile the decoding step for each of its sizes, as `Decoder` does.
         speculate: number of tokens that a decoding step drafts for each request by prompt lookup, and verifies in one
             pass with the next one (`deltazoo.blocks.generation.speculation`); 0: none. Each request advances by its own
-            number of accepted drafts. Steps of many requests have no drafts. A request needs space for so many tokens
-            more in the caches.
+            number of accepted drafts. Steps of many requests have no drafts. A request reserves this many more tokens
+            in the caches.
     Raises: InputError or a subclass; StateError: the model needs `cache_tokens`.
     """
 
@@ -257,10 +257,10 @@ class Engine:
             job.node = None
 
     def _admit(self) -> None:
-        """Start to read the prompts of waiting requests, oldest first, while there are slots and pages.
+        """Start to read the prompts of waiting requests, oldest first, while slots and pages are free.
 
-        A request waits as long as another one reads a prefix that both share. One that waits for pages lets no later
-        one pass, which could delay it for ever.
+        A request waits while another one reads a prefix that both share. A request that waits for pages blocks later
+        ones, which could otherwise starve it.
         """
         reading, decoding = self._reading, self._decoding
         for job in list(itertools.islice(self._waiting, _MOST_CANDIDATES)):

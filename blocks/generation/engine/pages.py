@@ -1,4 +1,4 @@
-"""The caches of an engine: which pages are free, who uses the others, and the state that rows start with."""
+"""The paged caches of an engine: an allocator with a reference count per page, and the initial state of rows."""
 
 import logging
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from deltazoo.blocks.model.interface import StackState, TokenModel
 from deltazoo.mixers.core.mixer import PageTable
 from deltazoo.mixers.parts.attention.pages import CachePages
 
-PAGE_TOKENS = 64  # of a page: the largest tile of the kernels, so that a tile is in one page
+PAGE_TOKENS = 64  # tokens of a page: the largest tile of the kernels, so that no tile crosses pages
 
 
 class PageAllocator:
-    """Pages 1 to `count`, each with the number of its users.
+    """Allocator of pages 1 to `count`, with the number of users of each.
 
-    A page is written by the request that took it, only at positions after those that any other user reads.
+    Only the request that took a page writes it, at positions after those that other users read.
     """
 
     def __init__(self, count: int, tokens: int) -> None:
@@ -45,7 +45,7 @@ class PageAllocator:
         return self._users[page]
 
     def take(self, count: int) -> list[int]:
-        """Take free pages, of which there must be as many."""
+        """Take `count` pages. At least `count` must be free."""
         assert count <= self.free
         pages = [self._free.pop() for _ in range(count)]
         self.share(pages)
@@ -66,13 +66,13 @@ class PageAllocator:
 
 
 class RowStates(NamedTuple):
-    """What the states of rows are made of.
+    """The parts from which the states of rows are built.
 
     initial: the state of one row before the first token; its pages are those of all rows.
-    table: the table of `initial`, of which each pool has an own one; None without pages.
+    table: the page table of `initial`; each pool has its own. None without pages.
     is_cache: for each tensor of the state whether it is a cache of every token that is not in pages.
-    pages: None: there are no caches in pages.
-    longest: most tokens of a request; None: any number.
+    pages: the allocator; None: no cache is paged.
+    longest: maximum number of tokens of a request; None: no limit.
     """
 
     initial: StackState
@@ -116,10 +116,10 @@ _log = logging.getLogger("deltazoo")
 def row_states(model: TokenModel, cache_tokens: int | None, slots: int) -> RowStates:
     """Allocate the pages of an engine's caches, for at least `cache_tokens` tokens.
 
-    A mixer that keeps every token and has no form in pages gets a cache of cache_tokens / slots tokens per row, which
-    is then the limit of all requests.
+    A mixer that caches every token and does not support pages gets a cache of cache_tokens / slots tokens per row,
+    which then limits every request.
 
-    Raises: ValueRangeError: `cache_tokens` is less than `slots`; StateError: the model needs it.
+    Raises: ValueRangeError: `cache_tokens` is less than `slots`; StateError: the model needs `cache_tokens`.
     """
     if cache_tokens is not None and cache_tokens < slots:
         raise ValueRangeError(f"cache_tokens must be at least slots = {slots}, got {cache_tokens}")

@@ -35,11 +35,11 @@ class Job:
         prompt: its tokens [T] on the CPU.
         node: its node in the prefix tree, if there is one.
         seed: of its random numbers.
-        longest: most tokens that its caches hold.
+        longest: maximum number of tokens in its caches.
         read: tokens of the prompt that its state includes.
-        pages: those of its caches, which hold its tokens in this order.
-        drawn: tokens that the device has been told to draw, which may be more than have arrived. Accepted drafts count
-            when they arrive.
+        pages: of its caches, in the order of its tokens.
+        drawn: tokens whose sampling has been launched; the host may not have received all of them yet. Accepted drafts
+            are counted when the host receives them.
     """
 
     request: Request
@@ -60,7 +60,7 @@ class Job:
         return self.drawn >= self.request.sampling.max_tokens
 
     def next_uniforms(self, count: int) -> list[float]:
-        """Return the random numbers of the next tokens: those of a batch of this request and seed alone."""
+        """Return the random numbers of the next tokens, those of a run of this request alone."""
         if self.request.sampling.temperature == 0:
             return [0.0] * count
         at = self.drawn - self._first
@@ -86,7 +86,7 @@ class Pool:
 
     Args:
         rows: R.
-        states: of which the pools of an engine share the pages.
+        states: initial states of rows; the pools of an engine share their pages.
         sizes: numbers of rows that steps run on, in ascending order up to R; None: as many as there are requests.
         drafted: number of tokens that a pass drafts; 0: there are no passes.
     """
@@ -105,7 +105,7 @@ class Pool:
         self._read = torch.zeros(rows, drafted + 1, dtype=torch.int64, device=device)
         self._logits = torch.zeros(rows if drafted else 0, drafted + 1, model.spec.vocab, device=device)  # of a pass
         self._accepted = torch.zeros(rows, dtype=torch.int32, device=device)
-        # Up to `drafted` tokens that the host does not know of precede those of a pass.
+        # A pass may begin up to `drafted` tokens after the last one that the host has counted.
         self.numbers = 2 * drafted + 1
         # MPS has no float64
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -133,7 +133,7 @@ class Pool:
         return count if self.sizes is None else next(size for size in self.sizes if size >= count)
 
     def drafted(self, rows: int) -> int:
-        """Return the number of tokens that a step of so many rows drafts for each."""
+        """Return the number of tokens per row that a step with this number of rows drafts."""
         drafted = self._read.shape[1] - 1
         return drafted if rows * (drafted + 1) <= MOST_TOKENS else 0
 
@@ -174,9 +174,9 @@ class Pool:
         self._uniform[: len(host)].copy_(host, non_blocking=True)
 
     def join(self, job: Job, snapshot: Snapshot | None) -> None:
-        """Give a job the next row, with the state of a snapshot, or the one before the first token.
+        """Give a job the next row, with the state of a snapshot or the initial state.
 
-        The job has its pages, the full ones of the snapshot included.
+        The job already has its pages, including the full ones of the snapshot.
         """
         row, state = len(self.jobs), _rows(self._leaves, len(self.jobs))
         self.jobs.append(job)
@@ -192,13 +192,13 @@ class Pool:
             self._own_last_page(job, snapshot)
 
     def _own_last_page(self, job: Job, snapshot: Snapshot) -> None:
-        """Copy the page of a snapshot that is not full, in which the job continues, to the job's page."""
+        """Copy the last page of a snapshot, unless it is full, to the page in which the job continues."""
         pages = self._states.pages
         if pages is not None and (full := pages.full(snapshot.length)) < len(snapshot.pages):
             self._states.copy_page(snapshot.pages[full], job.pages[full])
 
     def begin_draws(self, row: int) -> None:
-        """Write what draws for a row read, once its prompt is complete: draws for other rows change it before."""
+        """Set the sampling state of a row when its prompt is complete; earlier draws for other rows would change it."""
         job, sampling = self.jobs[row], self.jobs[row].request.sampling
         self._own.sampling.set_row(row, sampling)
         if self._drafts is not None:

@@ -152,7 +152,7 @@ class PrefixTree:
         self._prune(prefix)
 
     def make_room(self, count: int) -> bool:
-        """Drop the least recently used snapshots until `count` pages are free; none and False if that cannot be."""
+        """Drop the least recently used snapshots until `count` pages are free; return False if that is impossible."""
         pages = self._pages
         assert pages is not None
         reclaimable = {page for page, held in self._held.items() if held == pages.users(page)}

@@ -60,8 +60,8 @@ class Request:
             an error; None until then.
         error: the error that ended it.
         reused: number of tokens of the prompt whose state another request had left.
-        passes: number of passes with drafts that it has had, which gave all tokens but the first, and those of steps
-            without drafts.
+        passes: number of its passes with drafts. They yield all tokens except the first one and those of steps without
+            drafts.
         submitted_s, first_s, ended_s: when it was submitted, when its first token arrived and when it ended, in seconds
             of `time.perf_counter`.
     """

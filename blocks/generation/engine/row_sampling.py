@@ -75,7 +75,7 @@ class DrawKind(NamedTuple):
 class Drawn(NamedTuple):
     """The result of a draw.
 
-    token: [B, T] int64; `NOT_FINITE` where the logits are not, and `REJECTED` after the last token that counts.
+    token: [B, T] int64; `NOT_FINITE` where the logits are not, and `REJECTED` after the last accepted token.
     logprob: [B, T], or None. top_token, top_logprob: [B, T, K], the most likely tokens in descending order, or None.
     """
 
@@ -86,11 +86,11 @@ class Drawn(NamedTuple):
 
 
 class DrawBuffers(NamedTuple):
-    """What a draw reads and writes.
+    """Tensors that a draw reads and writes.
 
     tokens: [B, 1], the next ones. read: [B, T], those that the logits [B, T, L] follow. seen: [B, L] bool, the tokens
     of prompt and continuation. uniform: [B, 1 + W] random numbers, preceded by the number of the first one. accepted:
-    [B] int32, how many tokens count. drafts: None: the engine drafts no tokens, and T is 1.
+    [B] int32, how many tokens are accepted. drafts: None: the engine drafts no tokens, and T is 1.
     """
 
     tokens: Tensor
@@ -104,7 +104,7 @@ class DrawBuffers(NamedTuple):
 
 
 def draw(buffers: DrawBuffers, kind: DrawKind) -> Drawn:
-    """Draw the tokens, write the next ones, update what was seen and what drafts need, and return the tokens."""
+    """Draw the tokens, write the next ones, update the seen tokens and the draft rows, and return the tokens."""
     raw_BTL, sampling, (B, T) = buffers.logits, buffers.sampling, buffers.read.shape
     logits_BTL = raw_BTL
     if kind.penalizes:
@@ -117,7 +117,7 @@ def draw(buffers: DrawBuffers, kind: DrawKind) -> Drawn:
         token_BT = torch.where(sampling.temperature > 0, sampled_BT, token_BT)
     drawn = Drawn(_keep_accepted(buffers, token_BT, torch.where(raw_BTL.isfinite().all(-1), token_BT, NOT_FINITE)))
     if kind.penalizes:
-        # a token that does not count is replaced by the next one, which counts or has been seen
+        # a rejected token is replaced by the next one, which is accepted or has been seen
         buffers.seen.scatter_(1, torch.where(drawn.token == REJECTED, buffers.tokens, token_BT), True)
     if not kind.reports:
         return drawn
@@ -139,7 +139,7 @@ def _numbers(buffers: DrawBuffers) -> Tensor:
 
 
 def _keep_accepted(buffers: DrawBuffers, token_BT: Tensor, checked_BT: Tensor) -> Tensor:
-    """Write the next tokens and the counts, and return the tokens with `REJECTED` where they do not count.
+    """Write the next tokens and the counts, and return the tokens with `REJECTED` after the accepted ones.
 
     Args: checked_BT: the tokens, with `NOT_FINITE`, which no draft equals.
     """
