@@ -1,6 +1,6 @@
 """Updates of the triton backend whose segments start from the states of other pieces.
 
-One process holds all pieces of a line, so that the exchange returns what it takes.
+One process holds all pieces, so that the exchange is the identity.
 """
 
 import itertools

@@ -127,7 +127,7 @@ def test_the_planned_launches_run_one_to_one_and_in_order(monkeypatch, case, set
     ("device", "scan"), [("NVIDIA A100-SXM4-80GB", "scan_kernel"), ("NVIDIA H200", "sm90_scan_kernel")]
 )
 def test_an_update_runs_functions_of_at_most_28_files(monkeypatch, device, scan):
-    """From `update` to the last launch of the forward, nothing cached: what a reader of one update may have to open."""
+    """Limit the files that a reader opens from `update` to the last launch of the forward, with empty caches."""
     stub_launches(monkeypatch, DEVICES[device])
     spec, shape = UpdateSpec(decay="head", beta="head"), Shape("busy", B=8, T=256, H=16, HV=16, K=128, V=128)
     inputs, triton = draw(Case(spec, shape, torch.bfloat16)), TritonBackend()

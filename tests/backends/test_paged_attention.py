@@ -1,4 +1,4 @@
-"""Attention over a cache in pages against float64: by plain torch, in Triton's interpreter, or on a GPU."""
+"""Attention over a paged cache against float64: by plain torch, in Triton's interpreter, or on a GPU."""
 
 import random
 

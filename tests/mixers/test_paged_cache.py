@@ -1,4 +1,4 @@
-"""A cache in pages gives the outputs of one block of slots: prompts in pieces, tokens, drafts and padding."""
+"""A paged cache gives the outputs of a contiguous cache: prompts in pieces, tokens, drafts and padding."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_a_window_keeps_its_ring_and_pages_are_no_tensors_of_the_tree():
 
 def test_gradients_full_pages_and_other_states_are_refused(mixer):
     x = draw(ROWS, 5 * SLOTS + 1)
-    with pytest.raises(StateError, match="a cache in pages needs calls without gradients on one rank, got gradients"):
+    with pytest.raises(StateError, match="a paged cache needs calls without gradients on one rank, got gradients"):
         mixer(x[:, :2], paged(mixer))
     with torch.no_grad():
         with pytest.raises(StateError, match="the cache is full: its capacity is 20 tokens, but a sequence has 21"):

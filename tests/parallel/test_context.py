@@ -94,7 +94,7 @@ def test_plan_of_a_document_across_three_pieces() -> None:
     plans = [make_plan(documents, cut, rank, 3, "", 3, "cpu") for rank in range(3)]
     assert [plan.cu_seqlens.tolist() for plan in plans] == [[0, 3, 3, 5], [0, 5, 5, 5], [0, 4, 6, 6]]
     assert [plan.receives.tolist() for plan in plans] == [[False], [True], [True]]
-    none = [0] * 4  # a number of pieces, and their indices, for each of three segments
+    none = [0] * 4  # a count of pieces and their indices, for each of three segments
     before = [none] * 3, [[1, 0, 0, 0], none, none], [[2, 0, 1, 0], none, none]
     after = [none, none, [2, 2, 1, 0]], [[1, 2, 0, 0], none, none], [none] * 3
     assert [plan.before.tolist() for plan in plans] == [*map(list, before)]

@@ -1,6 +1,6 @@
-"""1,000 steps on real text, killed at random moments and resumed, equal a run that nothing disturbs.
+"""1,000 steps on real text, killed at random moments and resumed, equal an uninterrupted run.
 
-At twice the learning rate rounding errors of float64 grow to 1e-3 within 400 steps, also between two undisturbed runs.
+At twice the learning rate rounding errors of float64 grow to 1e-3 within 400 steps, even without interruptions.
 
 python -m pytest -m slow tests/parallel/test_survival.py; -s prints what happened. DELTAZOO_SEED draws other moments.
 """
@@ -34,7 +34,7 @@ WRITING = ("write", "digest", "complete", "rename")
 
 
 class Setting(NamedTuple):
-    """How a run is disturbed: numbers of processes and of rows per pass to draw from, and of interruptions."""
+    """How a run is interrupted: numbers of processes and of rows per pass to draw from, and of interruptions."""
 
     precision: str
     processes: tuple[int, ...]

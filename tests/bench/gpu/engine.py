@@ -41,7 +41,7 @@ def build(name):
 
 
 def build_cyclic(name):
-    """A model with an own head, whose greedy text goes through 50 tokens again and again."""
+    """Build a model with untied embeddings, whose greedy continuation repeats a cycle of 50 tokens."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = deltazoo.preset(name).model_copy(update={"tied": False}).build()
@@ -51,7 +51,7 @@ def build_cyclic(name):
 
 @torch.no_grad()
 def set_cycles(model, period=50):
-    """Let the embedding outweigh the layers, and let the head expect the next token of a cycle."""
+    """Scale up the embedding so that it dominates the residual stream, and make the head predict a cycle of tokens."""
     model.embedding.weight.normal_()
     token = torch.arange(model.spec.vocab // period * period, device=model.device)
     successor = torch.where(token % period == period - 1, token - period + 1, token + 1)

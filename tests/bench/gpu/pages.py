@@ -1,4 +1,4 @@
-"""Time attention over pages beside one block of slots per row: python pages.py [LAYER]... [few]
+"""Time attention over pages and over a contiguous cache per row: python pages.py [LAYER]... [few]
 
 bf16, pages of 64 tokens in random order, captured in CUDA graphs; medians in us. LAYER is an index of LAYERS. Rows of
 
@@ -43,7 +43,7 @@ LAYERS = [Layer(32, 32, 64), Layer(32, 8, 128)]
 
 
 class Caches(NamedTuple):
-    """The same tokens in one block per row and in pages."""
+    """The same tokens in a contiguous cache per row and in pages."""
 
     k: Tensor
     v: Tensor

@@ -29,7 +29,7 @@ REHEARSAL = sys.argv[2:3] == ["cpu"]
 GPUS = 2 if REHEARSAL else int(sys.argv[2]) if len(sys.argv) > 2 else torch.cuda.device_count()
 PARTS = (sys.argv[3] if len(sys.argv) > 3 else "speed,curves").split(",")
 OUT = Path(os.environ.get("OUT", "build/train"))
-WORK = Path(tempfile.gettempdir()) / "deltazoo-train"  # checkpoints: gigabytes that nobody reads
+WORK = Path(tempfile.gettempdir()) / "deltazoo-train"  # checkpoints of several GB, outside $OUT
 STACKS = {
     "395M": "{width: 2048, depth: 6, vocab: 32000, pattern: gated_deltanet, tied: true}",
     "1.3B": "",  # the preset gated-deltanet-1.3b
