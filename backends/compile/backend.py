@@ -45,7 +45,7 @@ class CompileBackend(Backend):
 
     Supports every spec, float dtype and device that torch.compile supports; computes in float32 (float64 for float64
     inputs). For 16-bit inputs a GPU computes the products of the scan in tf32, unless the erase lets rounding errors
-    grow (several householders, negative eigenvalues, an own erase key).
+    grow (several householders, negative eigenvalues, a separate erase key).
 
     Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per spec, dtype,
     heads and widths, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on stderr, if

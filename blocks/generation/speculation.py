@@ -54,11 +54,11 @@ def lookup(history_BC: Tensor, length_B: Tensor, count: int) -> Tensor:
 
 
 def accept(chosen_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Return how many tokens of a pass stand: the first one, and the drafts up to the first that was not chosen, [B].
+    """Return how many tokens of a pass are accepted, [B]: the first one, and the drafts before the first rejected one.
 
     Lookup drafts a token with probability 1. The rule of rejection sampling then accepts it with its probability p
     under the model, and otherwise samples from p without it. Drawing from p, and comparing, is the same rule. The
-    chosen token after the last one that stands is the next token in both cases.
+    chosen token after the last accepted one is the next token in both cases.
 
     Args: chosen_BT: the token drawn from the model's distribution after each token of the pass.
     Source: Leviathan 2022, arXiv 2211.17192, section 2.3.
@@ -108,7 +108,7 @@ class Speculator:
         self.bytes = 0  # of device memory that the graphs take
         self.tokens = torch.zeros(B, T, dtype=torch.int64, device=device)  # of the pass
         self.logits = torch.zeros(B, T, L, device=device)
-        self.count = torch.zeros(B, dtype=torch.int32, device=device)  # tokens of the pass that stand
+        self.count = torch.zeros(B, dtype=torch.int32, device=device)  # accepted tokens of the pass
         self._chosen = torch.zeros_like(self.tokens)
         self._length = torch.ones(B, dtype=torch.int64, device=device)  # of the history
         self._drawn = torch.zeros_like(self._length)  # new tokens so far
@@ -240,7 +240,7 @@ class Speculator:
         assert self._draft is not None  # of the pass
         self._keep(self.decoder.model, self._draft, self.decoder.state, self.count)
         T = self.tokens.shape[1]
-        # Tokens that do not stand are written too, after the end of the history.
+        # Rejected tokens are written too, after the end of the history.
         self._history.scatter_(1, self._length[:, None] + torch.arange(T, device=self._length.device), self._chosen)
         for tensor, sign in ((self._length, 1), (self._drawn, 1), (self._left, -1)):
             tensor.add_(self.count, alpha=sign)

@@ -12,7 +12,7 @@ class ParallelConfig(FrozenConfig):
 
     Args:
         mode: "ddp": every process has the whole model; "fsdp": FSDP2 shards weights, gradients and the optimizer.
-        shard: processes over which "fsdp" shards; groups of so many are replicas (HSDP). None: all.
+        shard: processes over which "fsdp" shards; each group of this size is a replica (HSDP). None: all.
         context: processes that share the tokens of each sequence, see `ContextParallel`; they are neighbours.
         layout: of context parallelism.
         timeout: seconds after which a process that makes no progress ends the run.

@@ -47,7 +47,7 @@ class Steps:
         self._pass(pool, pool.width).verify()
 
     def commit(self, pool: Pool) -> None:
-        """Advance the states by the tokens of the pass that the draw has counted."""
+        """Advance the states by the accepted tokens of the pass."""
         self._pass(pool, pool.width).commit()
 
     def read(self, pool: Pool, pieces: list[Tensor]) -> None:

@@ -345,7 +345,7 @@ def measure_longest(name: str, T: int, run: Run) -> dict[str, Any]:
 
 
 def join(alone: int, tiny: bool) -> None:
-    """Join the process group: that of torchrun, or a fake one of so many ranks, of which this process is one."""
+    """Join the process group: that of torchrun, or with `alone` ranks a fake one that contains this process."""
     if alone:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
