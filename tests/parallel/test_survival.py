@@ -103,7 +103,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def undisturbed(data: Path, setting: Setting, folder: Path) -> tuple[Path, list[str]]:
+def uninterrupted(data: Path, setting: Setting, folder: Path) -> tuple[Path, list[str]]:
     """Train without interruption; return the folder, and the arguments of a run."""
     arguments = [
         str(data / "stack.yaml"), "--text", str(data / "shards"), "--batch", str(ROWS), "--length", "32",
@@ -116,7 +116,7 @@ def undisturbed(data: Path, setting: Setting, folder: Path) -> tuple[Path, list[
     return folder / "run", arguments
 
 
-def disturbed(arguments: list[str], setting: Setting, folder: Path, draw: random.Random) -> Iterator[str]:
+def interrupted(arguments: list[str], setting: Setting, folder: Path, draw: random.Random) -> Iterator[str]:
     """Train with interruptions, and yield what each was."""
     start = [*arguments, "--out", str(folder / "run")]
     for _ in range(setting.interruptions):
@@ -156,14 +156,14 @@ def report(line: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_that_is_killed_and_resumed_equals_an_undisturbed_one(data: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_that_is_killed_and_resumed_equals_an_uninterrupted_one(data: Path, tmp_path: Path, name: str) -> None:
     setting = SETTINGS[name]
     begin = time.monotonic()
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
-    expected, arguments = undisturbed(data, setting, tmp_path / "whole")
+    expected, arguments = uninterrupted(data, setting, tmp_path / "whole")
     whole = time.monotonic() - begin
-    for line in disturbed(arguments, setting, tmp_path / "parts", random.Random(SEED)):
+    for line in interrupted(arguments, setting, tmp_path / "parts", random.Random(SEED)):
         report(f"{time.monotonic() - begin:4.0f} s  {line}")
     rows, wanted = rows_read(tmp_path / "parts" / "rows"), rows_read(tmp_path / "whole" / "rows")
     assert {*wanted} >= {(step, row) for step in range(STEPS) for row in range(ROWS)}
