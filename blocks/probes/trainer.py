@@ -1,4 +1,4 @@
-"""Trainer: one run of a model on a task. On a GPU a whole training step is one CUDA graph on a stream of its own.
+"""Trainer: one run of a model on a task. On a GPU a whole training step is one CUDA graph on its own stream.
 
 The graph draws the sequences, computes the loss and the gradients, and updates the weights and the learning rate, so
 that several runs share a GPU without waiting for the host. A step adds in a fixed order: runs repeat bit for bit.
@@ -141,7 +141,7 @@ class Trainer:
 def _in_fixed_order() -> Iterator[None]:
     """Use torch's deterministic operators: the gradient of an embedding else adds in the order in which blocks end.
 
-    Products of cuBLAS, of which torch warns, repeat on one stream with a workspace of its own.
+    cuBLAS products, about which torch warns, are deterministic on one stream with its own workspace.
     """
     before = torch.get_deterministic_debug_mode()
     memory: Any = torch.utils.deterministic  # a module with a property

@@ -294,7 +294,7 @@ def test_tensorboard_gets_every_figure_of_a_point(text, tmp_path):
     )
 
 
-def test_without_tensorboard_a_run_that_wants_it_is_refused_in_a_sentence(text, tmp_path, monkeypatch):
+def test_without_tensorboard_a_run_that_logs_to_it_is_refused_in_a_sentence(text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
         ConfigError, match=r"^logging\.tensorboard needs the package tensorboard: pip install tensorboard$"

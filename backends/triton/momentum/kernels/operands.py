@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.chunk.kernels.portable.prepare import unit_lower_inverse
-from deltazoo.backends.triton.momentum.kernels.tiles import (
-    load_tile,
-)
+from deltazoo.backends.triton.momentum.kernels.tiles import load_tile
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Kernels of the delta rule with momentum. `backends/ops/momentum_chunks.py` has the equations.
 
-Tokens lie in slots of C tokens, so that no kernel masks time. A program of a scan holds a tile of the values of both
-states in registers, and processes the slots of one sequence.
+Sequences are padded to slots of C tokens, so that no kernel masks time. A program of a scan holds a tile of the values
+of both states in registers, and processes the slots of one sequence.
 
 G chunk slots, C tokens of a chunk, N sequences, H heads, K key width, V value width
 """
