@@ -307,11 +307,6 @@ class CarriedBackwardCall(NamedTuple):
     d_final: Tensor | None
 
 
-# The NamedTuple class of each field of a call, or None for one argument; a call without such a field is missing.
-# torch.compile traces the look-up: in torch 2.11 it can trace a dict, but not a cached function of a class.
-_NESTED: dict[Any, tuple[Any, ...]] = {}
-
-
 def schema(call: type[tuple[Any, ...]], *mutated: str) -> str:
     """Write the parameters of a flat operator: the fields of a NamedTuple, nested ones in their place.
 
@@ -320,8 +315,9 @@ def schema(call: type[tuple[Any, ...]], *mutated: str) -> str:
     names = {bool: "bool", int: "int", float: "float", str: "str"}
     parameters, hints = [], get_type_hints(call)
     nested = tuple(hint if hasattr(hint, "_fields") else None for hint in hints.values())
-    if any(nested):
-        _NESTED[call] = nested
+    # An attribute of the class, because torch.compile cannot trace `get_type_hints`, and would compile again when a
+    # dict of all calls grows.
+    call.nested = nested if any(nested) else None  # type: ignore[attr-defined]
     for name, hint in hints.items():
         if hasattr(hint, "_fields"):
             parameters.append(schema(hint))
@@ -348,7 +344,7 @@ def flatten(call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _take(call: Any, arguments: Iterator[Any]) -> Any:
-    nested = _NESTED.get(call)
+    nested = call.nested
     if nested is None:
         return call._make(itertools.islice(arguments, len(call._fields)))
     return call._make([next(arguments) if field is None else _take(field, arguments) for field in nested])

@@ -1,7 +1,10 @@
 """Precompiling: torch.compile compiles, while it traces, exactly the kernels that are launched later."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from triton_cases import DEVICE, GATED, INTERPRETED, needs_triton
@@ -18,7 +21,7 @@ from deltazoo.backends.triton.chunk import op
 from deltazoo.backends.triton.conv import op as conv
 from deltazoo.backends.triton.decode import fused
 from deltazoo.backends.triton.decode import op as decode_op
-from deltazoo.backends.triton.operands import ScanKind
+from deltazoo.backends.triton.operands import ScanKind, schema
 from deltazoo.backends.triton.runtime import precompile
 from deltazoo.mixers import GatedDeltaNet
 
@@ -122,6 +125,24 @@ def test_torch_compile_traces_forward_and_backward_and_eager_code_traces_nothing
     begun.clear()
     bound(x).o.sum().backward()
     assert not begun
+
+
+@needs_triton
+def test_an_operator_that_is_defined_later_does_not_compile_callers_again():
+    class Inner(NamedTuple):
+        x: torch.Tensor
+
+    class Later(NamedTuple):
+        inner: Inner
+
+    counter = CompileCounter()
+    x = draw(Case(GATED, Shape("short", B=1, T=20, H=1, HV=1, K=16, V=16), torch.float16), DEVICE)
+    bound = bind(GATED, TritonBackend())
+    compiled = torch.compile(lambda x: bound(x).o, fullgraph=True, backend=counter)
+    compiled(x)
+    schema(Later)
+    compiled(x)
+    assert counter.frame_count == 1
 
 
 def test_unbacked_size_is_not_traced(monkeypatch, traced):
