@@ -117,8 +117,9 @@ class Optimizer:
                 optimizer.step()
             elif not bool(skip):
                 gradients = [w.updated.grad for w in weights if w.updated.grad is not None]
-                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
-                optimizer.step()
+                if gradients:
+                    torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+                    optimizer.step()
             for weight in weights:
                 if weight.updated is not weight.parameter:
                     weight.updated.grad = None

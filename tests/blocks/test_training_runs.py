@@ -155,6 +155,19 @@ def test_muon_updates_the_matrices_of_layers_only_and_resumes(text, tmp_path):
         Optimizer(SPEC.build("reference"), config.optimizer, sharded=True)
 
 
+def test_muon_leaves_a_part_without_gradients():
+    """Such as frozen weights with a rate of their own."""
+    model = SPEC.build("reference")
+    config = changed(optimizer__name="muon", optimizer__rates={"stack.layers.0.*": 0.5})
+    optimizer = Optimizer(model, config.optimizer, sharded=False)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name.startswith("stack.layers.0.") else torch.ones_like(parameter)
+    optimizer.step(0.1, torch.tensor(1.0), torch.tensor(0.0))
+    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert same == {name for name in before if name.startswith("stack.layers.0.")}
+
+
 def test_weights_that_are_updated_in_parts_equal_those_of_one_update(text, tmp_path, monkeypatch):
     config = changed(precision="bfloat16")
     train(text, config, tmp_path / "whole")
