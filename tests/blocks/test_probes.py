@@ -124,6 +124,13 @@ def test_a_spent_budget_names_what_is_missing(tmp_path):
     assert result.problems == [(f"deltanet on {TINY}", "the budget is spent; the same command continues")]
 
 
+@pytest.mark.parametrize("lines", ['{"step": 1}\n', '{"task": "par\n{"step": 1}\n'])
+def test_a_file_of_something_else_is_refused(lines, tmp_path):
+    (tmp_path / "runs.jsonl").write_text(lines)
+    with pytest.raises(ConfigError, match="must be a run of deltazoo probe"):
+        records.read(tmp_path / "runs.jsonl")
+
+
 def test_a_file_with_other_settings_is_refused(tmp_path):
     config = ProbeConfig(seeds=1, workers=1)
     (run, *_) = probe(["deltanet"], [TINY], tmp_path, config).runs
