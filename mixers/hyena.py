@@ -143,7 +143,7 @@ class LongConv(nn.Module, CachingFilter):
         kernel = self.kernel(S, x)
         if T == 1 and context.cu_seqlens is None:
             distance = offset[:, None] - torch.arange(S, device=x.device)
-            weight = torch.where((distance >= 0)[..., None], kernel[distance.clamp(min=0)], 0.0)
+            weight = torch.where((distance >= 0)[..., None], kernel[distance.clamp(0, S - 1)], 0.0)
             return (weight * history.to(weight.dtype)).sum(1, keepdim=True)
         y = long_conv(history, kernel)
         time = torch.arange(T, device=x.device)

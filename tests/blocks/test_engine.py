@@ -13,6 +13,8 @@ from deltazoo.blocks.generation.engine.steps import step_sizes
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.mixers import hyena
+from deltazoo.mixers.families import token_cache
 
 VOCAB = 29
 
@@ -97,6 +99,22 @@ def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, seed):
 @pytest.mark.parametrize("name", registry.names(registry.MIXERS))
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
     check_random_requests(model_of(name), 10, seed=0)
+
+
+@pytest.mark.parametrize("name", ["hyena", "mla", "fox", "path_attention"])
+def test_rows_without_a_request_may_outgrow_their_cache(name, monkeypatch):
+    """A step of more rows than requests counts tokens in the others, too. A GPU does not check the capacity."""
+    for module in (hyena, token_cache):
+        monkeypatch.setattr(module, "check_capacity", lambda *arguments: None)
+    torch.manual_seed(0)
+    spec = StackSpec(width=32, depth=1, vocab=VOCAB, pattern=name, mlp="none")
+    model = spec.build(backend=CompileBackend(compiled=False)).double()
+    engine, sampling = make(model, cache_tokens=4 * 12), Sampling(temperature=0, max_tokens=9)
+    engine._decoding.sizes = [1, 2, 4]
+    for count in (4, 3, 3):
+        requests = [engine.submit(draw(3, n), sampling) for n in range(count)]
+        run(engine)
+        assert [request.tokens for request in requests] == [alone(model, x.prompt, sampling) for x in requests]
 
 
 @pytest.mark.slow
