@@ -54,6 +54,7 @@ def test_decayed_keys_equal_their_equations_with_their_gradients(early, kinds, w
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.graphs
 def test_a_compiled_update_saves_no_factors_of_the_levels(monkeypatch):
     """Each level would add half an operand for each kind of keys.
 

@@ -175,6 +175,7 @@ def test_selective_checkpointing_recomputes_no_matrix_product(tokens):
             assert_close(actual, expected)
 
 
+@pytest.mark.graphs
 def test_compiled_layers_with_selective_checkpointing_save_less():
     torch.manual_seed(0)
     spec = StackSpec(width=64, depth=2, vocab=40, pattern="gated_deltanet", mlp={"width": 64})
@@ -342,6 +343,7 @@ def test_training_is_one_graph_for_every_length(hybrid, tokens):
     assert counter.frame_count == 1
 
 
+@pytest.mark.graphs
 def test_checkpointed_training_on_packed_sequences_is_one_graph(hybrid, tokens):
     model, compiled, counter = hybrid
     loss = torch.compile(compiled.checkpoint_layers().loss, fullgraph=True, backend=counter)
