@@ -140,6 +140,15 @@ def test_joint_memories_continue_from_any_piece_and_layout(name: str, monkeypatc
             assert mixer(x[:0])[0].shape == (0, T, WIDTH) or packs
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("sharing", ["query", "all", "none"])
+def test_a_state_computed_with_gradients_is_decoded(shared: bool, sharing: str) -> None:
+    mixer, x = build(GatedDeltaNet(heads=2), shared=shared, sharing=sharing), torch.randn(2, T, WIDTH).double()
+    state = mixer(x[:, :-1], mixer.init_state(2)).state
+    with torch.no_grad():
+        assert_same(mixer(x[:, -1:], state).y, mixer(x).y[:, -1:])
+
+
 def test_memories_that_cannot_share_are_complete_or_refused() -> None:
     assert isinstance(MoM(memory=LinearAttention(heads=1)).build(WIDTH), MoMMixer)
     assert isinstance(MoM(memory=GatedDeltaNet(heads=1)).build(WIDTH), JointMoMMixer)

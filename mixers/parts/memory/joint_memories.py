@@ -166,7 +166,8 @@ class JointMemories(nn.Module):
             o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), context)
             mixture = mixture + o.flatten(2)
             rows = {name: torch.cat([y, new[name][:, None]], 1) for name, y in rows.items()}
-        new_state = NamedTensors({name: write_back((state or {})[name], y) for name, y in rows.items()})
+        # contiguous, because the step of a token reads the states of all memories as one pool
+        new_state = NamedTensors({name: write_back((state or {})[name], y).contiguous() for name, y in rows.items()})
         return self._outputs(mixture, x, inputs), None if state is None else new_state
 
     def step_(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor]) -> Tensor:
