@@ -16,6 +16,7 @@ from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.table import Table, partial_line, three_digits
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.blocks.generation.engine.engine import Engine, EngineCounts
+from deltazoo.blocks.generation.engine.pages import whole_pages
 from deltazoo.blocks.generation.engine.request import Request
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.compilation import run_eagerly
@@ -170,7 +171,7 @@ def bench_serve(
 
 
 def _engine(model: TokenModel, config: ServeBenchConfig) -> Engine:
-    cache_tokens = config.slots * (config.prompt + config.output + config.speculate)
+    cache_tokens = config.slots * whole_pages(config.prompt + config.output + config.speculate)
     return Engine(model, config.slots, None, cache_tokens, 0, config.compile, config.speculate)
 
 

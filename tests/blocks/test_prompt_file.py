@@ -57,6 +57,22 @@ def test_each_prompt_has_the_continuation_of_a_call_alone(model, tmp_path):
     assert [call[:3] for call in calls] == [("prompts", n, 4) for n in range(5)]
 
 
+def test_short_prompts_use_all_slots(model, tmp_path, monkeypatch):
+    """The caches have whole pages for each slot."""
+    in_progress = []
+
+    class Counting(prompt_file.Engine):
+        def step(self):
+            events = super().step()
+            in_progress.append(len(self._decoding))
+            return events
+
+    monkeypatch.setattr(prompt_file, "Engine", Counting)
+    prompts = write(tmp_path / "in.jsonl", *({"prompt": [n, n + 1, 3]} for n in range(12)))
+    generate_file(model, prompts, tmp_path / "out.jsonl", SAMPLING.model_copy(update={"max_tokens": 20}), slots=10)
+    assert max(in_progress) == 10
+
+
 def test_an_interrupted_file_is_resumed(model, tmp_path, monkeypatch):
     prompts = write(tmp_path / "in.jsonl", *({"prompt": [n, n], "max_tokens": n + 1} for n in range(6)))
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"

@@ -16,6 +16,11 @@ from deltazoo.mixers.parts.attention.pages import CachePages
 PAGE_TOKENS = 64  # tokens of a page: the largest tile of the kernels, so that no tile crosses pages
 
 
+def whole_pages(length: int) -> int:
+    """Return the number of tokens in the pages of a sequence of `length` tokens."""
+    return -(-length // PAGE_TOKENS) * PAGE_TOKENS
+
+
 class PageAllocator:
     """Allocator of pages 1 to `count`, with the number of users of each.
 

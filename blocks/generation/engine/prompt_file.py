@@ -12,6 +12,7 @@ from deltazoo.backends.io.json_text import json_object
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.blocks.generation.engine.engine import Engine
+from deltazoo.blocks.generation.engine.pages import whole_pages
 from deltazoo.blocks.generation.engine.request import Request, TextCodec
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel
@@ -92,7 +93,7 @@ def generate_file(
     progress(_TASK, skipped, len(entries))
     if not left:
         return FileCompletion(completed=0, failed=0, skipped=skipped, tokens=0, seconds=0.0, read=0, reused=0)
-    cache_tokens = slots * (_longest(model, left) + speculate)
+    cache_tokens = slots * whole_pages(_longest(model, left) + speculate)
     start, completed, failed, tokens = time.perf_counter(), 0, 0, 0
     engine = Engine(model, slots, cache_tokens=cache_tokens, compile=compile, speculate=speculate)
     running: dict[Request, _Entry] = {}
