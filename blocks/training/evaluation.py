@@ -94,12 +94,15 @@ def evaluate(
             found = [(_cross_entropy(model, rows), rows.counted) for rows in _windows(source, sizes, batches)]
         finally:
             model.train(was_training)
+    tokens = sum(counted for _, counted in found)
+    if not tokens:
+        raise ConfigError(f"the held-out part of {source.origin.source} has no token to predict")
     bits = fmean(*zip(*found, strict=True)) / math.log(2)
     if not math.isfinite(bits):
         raise ValueRangeError(f"the cross entropy must be finite, got {bits}: check the model's weights")
     return Evaluation(
         bits_per_token=bits,
-        tokens=sum(counted for _, counted in found),
+        tokens=tokens,
         bits_per_byte=bits if source.dense else _by_byte(bits, source),
         source=source.origin.source,
         is_text_of_run=None if run is None else source.origin.digest == run.text.digest,

@@ -107,6 +107,16 @@ def test_evaluation_on_documents_covers_them_and_counts_bytes(text, tmp_path):
         train(tmp_path / "all", CONFIG)
 
 
+def test_evaluation_refuses_rows_that_are_shorter_than_every_question(tmp_path):
+    lines = (f'{{"question": "{n} has a long question", "answer": "2"}}\n' for n in range(40))
+    (tmp_path / "new.jsonl").write_text("".join(lines))
+    config = ShardConfig(tokenizer="bytes", fields=("question", "answer"), held_out=0.3)
+    write_shards([tmp_path / "new.jsonl"], tmp_path / "new", config, 1)
+    model = SPEC.build("reference").eval()
+    with pytest.raises(ConfigError, match=f"^the held-out part of {tmp_path / 'new'} has no token to predict"):
+        deltazoo.evaluate(model, tmp_path / "new", length=8, batch=1)
+
+
 def test_only_answers_have_a_loss_and_accumulated_steps_equal_one_pass(sums, tmp_path):
     source = open_source(sums, DataConfig())
     assert isinstance(source, ShardSource)
