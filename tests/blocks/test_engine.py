@@ -1,6 +1,7 @@
 """The engine gives each request the tokens of a run alone, whatever the other requests do."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def make(model: LanguageModel, **settings) -> Engine:
 
 
 def alone(model: LanguageModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    return generate_tokens(model, torch.tensor([prompt]), sampling)[0].tolist()
+    return generate_tokens(model, torch.tensor([prompt], device=model.device), sampling)[0].tolist()
 
 
 def run(engine: Engine) -> None:
@@ -71,34 +72,41 @@ def random_requests(count: int, seed: int) -> list[tuple[list[int], Sampling]]:
     return requests
 
 
-def check_random_requests(model: LanguageModel, count: int, seed: int, **settings) -> None:
-    """Submit requests at random moments; each must give the tokens of a run alone."""
-    rng, engine = random.Random(seed), make(model, **settings)
-    waiting, submitted = random_requests(count, seed), []
+def check_random_requests(
+    engine: Engine, count: int, seed: int, cancels: float = 0.0, after_step: Callable[[], object] = lambda: None
+) -> None:
+    """Submit requests at random moments; each must give the tokens of a run alone.
+
+    Args: cancels: probability that a request is cancelled before a step.
+    """
+    rng, waiting, submitted = random.Random(seed), random_requests(count, seed), []
     while waiting or engine.pending:
         for _ in range(min(rng.choice([0, 0, 1, 5]), len(waiting))):
-            prompt, sampling = waiting.pop()
-            submitted.append(engine.submit(prompt, sampling))
+            submitted.append(engine.submit(*waiting.pop()))
+        if cancels and submitted and rng.random() < cancels:
+            engine.cancel(rng.choice(submitted))
         engine.step()
+        after_step()
     for request in submitted:
+        expected = alone(engine.model, request.prompt, request.sampling)
         assert request.error is None
-        assert request.tokens == alone(model, request.prompt, request.sampling), request.prompt
+        assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
 
 
 def test_random_requests_give_the_tokens_of_runs_alone(model):
-    check_random_requests(model, 12, seed=0)
+    check_random_requests(make(model), 12, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, seed):
-    check_random_requests(model, 25, seed, slots=1 + seed, step_tokens=10 + 10 * seed)
+    check_random_requests(make(model, slots=1 + seed, step_tokens=10 + 10 * seed), 25, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names(registry.MIXERS))
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
-    check_random_requests(model_of(name), 10, seed=0)
+    check_random_requests(make(model_of(name)), 10, seed=0)
 
 
 @pytest.mark.parametrize("name", ["hyena", "mla", "fox", "path_attention"])
@@ -119,7 +127,7 @@ def test_rows_without_a_request_may_outgrow_their_cache(name, monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_steps_give_the_tokens_of_runs_alone(model):
-    check_random_requests(model, 12, seed=1, compile=True)
+    check_random_requests(make(model, compile=True), 12, seed=1)
 
 
 def test_sampled_tokens_are_those_of_generate_tokens_with_the_same_seed(model, engine):
@@ -438,10 +446,6 @@ def test_captured_steps_give_the_tokens_of_runs_alone(model, seed):
         if rng.random() < 0.05:
             engine.cancel(rng.choice(submitted))
     for request in submitted:
-        expected = alone_on_cuda(model, request.prompt, request.sampling)
+        expected = alone(model, request.prompt, request.sampling)
         assert request.error is None
         assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
-
-
-def alone_on_cuda(model: LanguageModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    return generate_tokens(model, torch.tensor([prompt], device="cuda"), sampling)[0].tolist()

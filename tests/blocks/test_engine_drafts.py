@@ -1,17 +1,14 @@
 """An engine that verifies drafts gives each request the tokens of plain decoding, with the same seeds and limits."""
 
-import random
-
 import pytest
 import torch
-from test_engine import VOCAB, draw, make, model_of, random_requests, run
+from test_engine import VOCAB, alone, check_random_requests, draw, make, model_of, run
 
 from deltazoo import Engine, Sampling
 from deltazoo.backends.io.errors import StateError, ValueRangeError
 from deltazoo.backends.update import registry
 from deltazoo.blocks.generation.engine import pool
 from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, DraftRows
-from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
 
 REPEATED = [3, 4, 5, 6, 7, 8] * 4
@@ -23,10 +20,6 @@ def model(model: LanguageModel) -> LanguageModel:
     return model.float()
 
 
-def alone(model: LanguageModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    return generate_tokens(model, torch.tensor([prompt], device=model.device), sampling)[0].tolist()
-
-
 def drafting(model: LanguageModel, speculate: int = 3, ahead: bool | None = None, **settings) -> Engine:
     """Args: ahead: whether the host launches a pass before it has the tokens of the one before, as on CUDA."""
     engine = make(model, **{"speculate": speculate, "step_tokens": 40, **settings})
@@ -34,20 +27,9 @@ def drafting(model: LanguageModel, speculate: int = 3, ahead: bool | None = None
     return engine
 
 
-def check_random_requests(model: LanguageModel, count: int, seed: int, **settings) -> float:
-    """Submit requests at random moments, and cancel some; return the tokens per pass."""
-    rng, engine = random.Random(seed), drafting(model, **settings)
-    waiting, submitted = random_requests(count, seed), []
-    while waiting or engine.pending:
-        for _ in range(min(rng.choice([0, 0, 1, 5]), len(waiting))):
-            submitted.append(engine.submit(*waiting.pop()))
-        if submitted and rng.random() < 0.05:
-            engine.cancel(rng.choice(submitted))
-        engine.step()
-    for request in submitted:
-        expected = alone(model, request.prompt, request.sampling)
-        assert request.error is None
-        assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
+def check_random_drafts(engine: Engine, count: int, seed: int) -> float:
+    """Check random requests, of which some are cancelled; return the tokens per pass."""
+    check_random_requests(engine, count, seed, cancels=0.05)
     return engine.counts.tokens_per_pass
 
 
@@ -55,25 +37,26 @@ def check_random_requests(model: LanguageModel, count: int, seed: int, **setting
 def test_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, most, ahead):
     """With the smaller limit, steps of more than two requests have no drafts, so that both kinds alternate."""
     monkeypatch.setattr(pool, "MOST_TOKENS", most)
-    assert check_random_requests(model, 10, seed=0, ahead=ahead) > 1.2
+    assert check_random_drafts(drafting(model, ahead=ahead), 10, seed=0) > 1.2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, seed):
     monkeypatch.setattr(pool, "MOST_TOKENS", (8, 64)[seed % 2])
-    check_random_requests(model, 25, seed, slots=1 + seed, speculate=1 + seed % 4, step_tokens=50, ahead=seed > 3)
+    settings = {"slots": 1 + seed, "speculate": 1 + seed % 4, "step_tokens": 50, "ahead": seed > 3}
+    check_random_drafts(drafting(model, **settings), 25, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names(registry.MIXERS))
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
-    assert check_random_requests(model_of(name), 10, seed=0) > 1
+    assert check_random_drafts(drafting(model_of(name)), 10, seed=0) > 1
 
 
 @pytest.mark.slow
 def test_compiled_passes_give_the_tokens_of_runs_alone(model):
-    check_random_requests(model, 8, seed=1, slots=2, compile=True)
+    check_random_drafts(drafting(model, slots=2, compile=True), 8, seed=1)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -235,7 +218,7 @@ def test_drafts_need_space_in_the_caches_and_in_a_step(model):
 @pytest.mark.parametrize("seed", range(3))
 def test_captured_passes_give_the_tokens_of_runs_alone(model, monkeypatch, seed):
     monkeypatch.setattr(pool, "MOST_TOKENS", (64, 8, 12)[seed])  # with the smaller ones few steps have drafts
-    tokens_per_pass = check_random_requests(model.cuda().rebind(None), 20, seed)
+    tokens_per_pass = check_random_drafts(drafting(model.cuda().rebind(None)), 20, seed)
     assert seed or tokens_per_pass > 1
 
 

@@ -1,11 +1,10 @@
 """Requests share a pool of pages: each gets the tokens of a run alone, and no page is lost."""
 
 import logging
-import random
 
 import pytest
 import torch
-from test_engine import VOCAB, alone, alone_on_cuda, draw, make, random_requests, run
+from test_engine import VOCAB, alone, check_random_requests, draw, make, random_requests, run
 
 from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
@@ -43,28 +42,17 @@ def check_no_page_is_lost(engine: Engine) -> None:
         assert not pool._table.any()
 
 
-def check_random_requests(model: LanguageModel, count: int, seed: int, **settings) -> None:
-    """Submit requests at random moments and cancel some, in a pool that few of them fill."""
-    rng, engine = random.Random(seed), make(model, **{"cache_tokens": 100, **settings})
-    waiting, submitted, fewest = random_requests(count, seed), [], engine.pages.count
-    while waiting or engine.pending:
-        for _ in range(min(rng.choice([0, 0, 1, 5]), len(waiting))):
-            submitted.append(engine.submit(*waiting.pop()))
-        if submitted and rng.random() < 0.03:
-            engine.cancel(rng.choice(submitted))
-        engine.step()
-        fewest = min(fewest, engine.pages.free)
-    assert fewest < 5  # most pages were in use
-    for request in submitted:
-        expected = alone(model, request.prompt, request.sampling)
-        assert request.error is None
-        assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
+def check_random_requests_in_pages(model: LanguageModel, count: int, seed: int, **settings) -> None:
+    """Check random requests, of which some are cancelled, in a pool that few of them fill."""
+    engine, free = make(model, **{"cache_tokens": 100, **settings}), []
+    check_random_requests(engine, count, seed, cancels=0.03, after_step=lambda: free.append(engine.pages.free))
+    assert min(free) < 5  # most pages were in use
     check_no_page_is_lost(engine)
 
 
 @pytest.mark.parametrize("settings", [{}, {"prefix_bytes": 0}, {"speculate": 3, "step_tokens": 40}])
 def test_random_requests_in_a_small_pool_give_the_tokens_of_runs_alone(model, settings):
-    check_random_requests(model, 10, seed=0, **settings)
+    check_random_requests_in_pages(model, 10, seed=0, **settings)
 
 
 @pytest.mark.slow
@@ -73,12 +61,12 @@ def test_random_requests_in_a_small_pool_give_the_tokens_of_runs_alone(model, se
 def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, monkeypatch, slots, speculate):
     monkeypatch.setattr(pages, "PAGE_TOKENS", slots)
     settings = {"slots": 6, "step_tokens": 30 + slots, "cache_tokens": max(110, 3 * slots), "speculate": speculate}
-    check_random_requests(model, 25, seed=slots, **settings)
+    check_random_requests_in_pages(model, 25, seed=slots, **settings)
 
 
 @pytest.mark.slow
 def test_compiled_steps_give_the_tokens_of_runs_alone(model):
-    check_random_requests(model, 12, seed=1, compile=True)
+    check_random_requests_in_pages(model, 12, seed=1, compile=True)
 
 
 @pytest.mark.parametrize("past", [0, 3])
@@ -220,5 +208,5 @@ def test_captured_steps_read_pages_by_kernels(model, build, spec, monkeypatch, p
     run(engine)
     for request in requests:
         assert request.error is None
-        assert request.tokens == alone_on_cuda(model, request.prompt, request.sampling)
+        assert request.tokens == alone(model, request.prompt, request.sampling)
     check_no_page_is_lost(engine)
