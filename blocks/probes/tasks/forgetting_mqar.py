@@ -7,12 +7,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Generator
 
-from deltazoo.blocks.probes.task import Batch, Task
+from deltazoo.blocks.probes.task import Batch
 from deltazoo.blocks.probes.tasks import draws
-from deltazoo.blocks.probes.tasks.mqar import answers_after, with_queries
+from deltazoo.blocks.probes.tasks.mqar import MQAR, answers_after, with_queries
 
 
-class ForgettingMQAR(Task):
+class ForgettingMQAR(MQAR):
     """MQAR in which `updates` of the keys are written again, with another value, after all pairs.
 
     An additive update stores both values of such a key; the delta rule replaces the first.
@@ -28,16 +28,11 @@ class ForgettingMQAR(Task):
         "that of zoology's defaults, 4 of 8; 3,000 steps of 128 in place of 22,500 of 256, to save time"
     )
 
-    length: int = Field(default=128, ge=8)
-    lengths: tuple[int, ...] = (128, 256)
     pairs: int = Field(default=16, ge=1)
     updates: int = Field(default=8, ge=1)
-    tokens: int = Field(default=8192, ge=8)
-    steps: int = 3000
-    batch: int = 128
 
     @model_validator(mode="after")
-    def _writes_fit(self) -> Self:
+    def _pairs_fit(self) -> Self:
         needed = 2 * (2 * self.pairs + self.updates)
         if self.updates > self.pairs or needed > min(self.length, *self.lengths):
             raise ValueError(
@@ -45,14 +40,6 @@ class ForgettingMQAR(Task):
                 f"and {self.pairs} pairs for length {min(self.length, *self.lengths)}"
             )
         return self
-
-    @property
-    def vocab(self) -> int:
-        return self.tokens
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.pairs
 
     def draw(self, batch: int, length: int, generator: Generator) -> Batch:
         half, writes = self.tokens // 2, self.pairs + self.updates

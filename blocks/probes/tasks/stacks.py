@@ -55,7 +55,7 @@ class Stacks(Task):
         is_push_BN = draws.uniform((batch, count), generator) < 0.5
         stack_BN = draws.integers(0, self.stacks, (batch, count), generator)
         drawn_BN = draws.integers(0, self.elements, (batch, count), generator)
-        # The height of a stack is a walk that cannot go below 0: the sum of its steps minus the lowest sum so far.
+        # The height of a stack is a random walk reflected at 0: the sum of its steps minus the least partial sum.
         is_stack_BNS = stack_BN[:, :, None] == draws.arange(self.stacks, generator)
         sums_BNS = (is_stack_BNS * torch.where(is_push_BN, 1, -1)[:, :, None]).cumsum(1)
         heights_BNS = sums_BNS - sums_BNS.cummin(1).values.clamp(max=0)
