@@ -72,7 +72,7 @@ def build_model(
                 model = spec.build(backend=config.backend).to(device)
     if config.precision == "float64":
         model = model.double()
-    if config.precision == "bfloat16" and not sharded:  # FSDP2 casts what it gathers, and keeps the float32 weights
+    if config.precision == "bfloat16" and not sharded:  # FSDP2 keeps float32 weights and casts the gathered ones
         model = model.bfloat16()
     check_updates(model, _COMPUTED[config.precision])
     model.checkpoint_layers(config.checkpointing)

@@ -1,4 +1,4 @@
-"""Runs on token shards, optimizers, accumulation, skipped steps, and what is logged."""
+"""Training runs: token shards, optimizers, gradient accumulation, skipped steps and metrics."""
 
 import csv
 import json

@@ -143,7 +143,7 @@ class Continuation:
         return Event(request, token, piece)
 
     def _append_text(self, piece: str) -> str:
-        """Append text up to the end of the first stop text, and return what was appended."""
+        """Append text up to the end of the first stop text. Returns the appended text."""
         request = self._request
         before = len(request.text)
         start = max(before - max(map(len, self._texts), default=1) + 1, 0)

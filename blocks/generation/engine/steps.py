@@ -155,7 +155,7 @@ def _read(model: TokenModel, buffers: Buffers, packed: Tensor, tokens: int) -> N
 
 
 def _captured_draw(buffers: DrawBuffers, kind: DrawKind) -> tuple[Callable[[], object], list[Drawn]]:
-    """Capture a draw. The warm-up must not count as one: what it changes is restored."""
+    """Capture a draw in a CUDA graph. The tensors that the warm-up changes are restored."""
     result, changed = list[Drawn](), [buffers.tokens, buffers.seen, *(buffers.drafts or ())]
     before = snapshot(changed)
     replay = capture(lambda: result.append(draw(buffers, kind)), buffers.tokens.device)

@@ -79,7 +79,7 @@ class JointMemories(nn.Module):
     q = W_q x for all memories; each has its own W_kv and maps of the gates. A memory processes its own tokens, as one
     sequence. The convolution, and the rates and biases of the gates, are those of all memories.
 
-    Args: parts: those of one memory, without a `joint_refusal`; sizes: their number, and what they share.
+    Args: parts: of one memory; `joint_refusal` returns None for them. sizes: number and common maps of the memories.
     State: "q" and "kv", the inputs of the convolution [N, M, taps - 1, C]; "NAME.update", [N, M, HV, K, V]. M counts
     the shared memory, which processes all tokens and comes last.
     """

@@ -117,7 +117,7 @@ def bench_step(name: str, gpu: int) -> float:
 
 
 def train(label: str, name: str, gpus: int, gpu: int | None, rows: int, steps: int, *options: str) -> dict:
-    """Run the command, and return what it prints as JSON; {} if it fails."""
+    """Run the command and return its JSON output; {} if it fails."""
     folder = WORK / "runs" / label.replace(" ", "-").replace("/", "")
     shutil.rmtree(folder, ignore_errors=True)
     arguments = [
