@@ -41,6 +41,17 @@ def initial_states(state, n, h, ks, vs, traits: tl.constexpr):
     return S, N
 
 
+@triton.jit
+def next_states(S, N, k_tile, e, gates, chunk, C: tl.constexpr):
+    """Return S and N after a chunk, from its keys and its errors e."""
+    kept, carried, held = load_last(gates, chunk, C)
+    k_T = tl.trans(k_tile)
+    S = kept * S + carried * N
+    S = tl.dot(k_T, scaled(e, load_gate(gates, chunk, 3, C), k_tile.dtype), S)
+    N = tl.dot(k_T, scaled(e, load_gate(gates, chunk, 4, C), k_tile.dtype), held * N)
+    return S, N
+
+
 @triton.jit(do_not_specialize=["G", "head", "heads"])
 def momentum_scan_kernel(
     q, k, v, scores, inverse, gates, state, starts, o, final, error, G, head, heads, traits: tl.constexpr
@@ -69,11 +80,7 @@ def momentum_scan_kernel(
         out = kept[:, None] * tl.dot(q_tile, S_half) + carried[:, None] * tl.dot(q_tile, N_half)
         out += tl.dot(load_square(scores, chunk, C), e.to(dtype))
         store_tile(o, out, slot, h, vs, traits.V, traits)
-        kept_C, carried_C, held_C = load_last(gates, chunk, C)
-        k_T = tl.trans(k_tile)
-        S = kept_C * S + carried_C * N
-        S = tl.dot(k_T, scaled(e, load_gate(gates, chunk, 3, C), dtype), S)
-        N = tl.dot(k_T, scaled(e, load_gate(gates, chunk, 4, C), dtype), held_C * N)
+        S, N = next_states(S, N, k_tile, e, gates, chunk, C)
     store_state(final, S, (n * traits.H + h) * 2, ks, vs, traits)
     store_state(final, N, (n * traits.H + h) * 2 + 1, ks, vs, traits)
 
@@ -85,7 +92,6 @@ def momentum_states_kernel(k, gates, error, state, starts, states, G, head, head
     Reads k, gates, error and state. Writes states [G, heads, 2, K, V].
     """
     C: tl.constexpr = traits.C
-    dtype: tl.constexpr = k.dtype.element_ty
     n, begin, end, h, vs = locate(starts, G, heads, head, traits)
     ks = tl.arange(0, traits.BK)
     S, N = initial_states(state, n, h, ks, vs, traits)
@@ -94,12 +100,9 @@ def momentum_states_kernel(k, gates, error, state, starts, states, G, head, head
         at = (slot * heads + h - head) * 2
         store_state(states, S, at, ks, vs, traits)
         store_state(states, N, at + 1, ks, vs, traits)
-        k_T = tl.trans(load_tile(k, slot, h, ks, traits.K, traits))
+        k_tile = load_tile(k, slot, h, ks, traits.K, traits)
         e = load_tile(error, slot, h, vs, traits.V, traits)
-        kept_C, carried_C, held_C = load_last(gates, chunk, C)
-        S = kept_C * S + carried_C * N
-        S = tl.dot(k_T, scaled(e, load_gate(gates, chunk, 3, C), dtype), S)
-        N = tl.dot(k_T, scaled(e, load_gate(gates, chunk, 4, C), dtype), held_C * N)
+        S, N = next_states(S, N, k_tile, e, gates, chunk, C)
 
 
 @triton.jit(do_not_specialize=["G", "head", "heads"])
