@@ -1,11 +1,28 @@
 """Capture of a call in a CUDA graph."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 Call = Callable[[], object]
+_log = logging.getLogger("deltazoo")
+
+
+@contextmanager
+def eager_if_refused(part: str) -> Iterator[None]:
+    """Warn that a part of the model stays eager if its capture in the block fails; a lack of memory is raised.
+
+    A call that synchronises, or does something else that no graph can contain, cannot be captured.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        _log.warning("%s of this model cannot be captured and stays eager: %s", part, error)
 
 
 def capture(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 1) -> Call:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_leaves
 
+from deltazoo.backends.torch_ext.cuda_graph import eager_if_refused
 from deltazoo.backends.torch_ext.devices import cxx_compiler
 from deltazoo.backends.torch_ext.modes import dispatch_mode_is_active
 from deltazoo.blocks.generation.decoder import Decoder
@@ -173,13 +174,8 @@ def _free_at_exit() -> None:
 
 def _capture(decoder: Decoder) -> None:
     """Capture the step, or leave it eager if a module synchronises or does something else that no graph can contain."""
-    try:
+    with eager_if_refused("the decoding step"):
         decoder.capture()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        _log.warning("the decoding step of this model cannot be captured and stays eager: %s", error)
-    else:
         decoder.prompts = PromptGraphs()
 
 

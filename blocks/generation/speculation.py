@@ -3,7 +3,6 @@
 B batch, C tokens of the history, T tokens of a pass: the last sampled one and n drafted ones, L vocabulary, S slots
 """
 
-import logging
 import weakref
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import StateError
-from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import Decoder, compiled_step
 from deltazoo.blocks.generation.philox import uniforms
 from deltazoo.blocks.generation.sampler import Rows
@@ -24,7 +23,6 @@ LONGEST_MATCH = 3  # tokens at the end of the text that are looked for
 SLOTS = 64  # passes whose tokens may be on their way to the host
 _MOST_GRAPHS = 8  # for different `Sampling`
 NO_TOKEN = -1  # before the first token of the history
-_log = logging.getLogger("deltazoo")
 
 
 def lookup(history_BC: Tensor, length_B: Tensor, count: int) -> Tensor:
@@ -249,23 +247,17 @@ class Speculator:
         self._slot.add_(1)
 
     def _capture(self) -> None:
-        """Capture the two parts that every sampling shares. The state does not change.
-
-        A model that synchronises, or does something else that no graph can contain, stays eager.
-        """
+        """Capture the two parts that every sampling shares. The state does not change."""
         decoder, device = self.decoder, self.tokens.device
         changed = [decoder.state, self._history, self._length, self._drawn, self._left, self._slot]
         saved, before = snapshot(changed), torch.cuda.memory_reserved(device)
         pool = torch.cuda.graph_pool_handle()
         self._choices.clear()
-        try:
+        self._captures = False
+        with eager_if_refused("the pass with drafts"):
             verify = capture(self._run_verify, device, pool, warm_ups=3)
             self._graphs = verify, capture(self._run_commit, device, pool)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            _log.warning("passes with drafts cannot be captured for this model and stay eager: %s", error)
-            self._captures = False
+            self._captures = True
         rollback_(changed, saved)
         self.bytes = max(torch.cuda.memory_reserved(device) - before, 0)
 

@@ -3,14 +3,13 @@
 B rows of a pass, T tokens of a pass: the last drawn one and n drafted ones, C tokens of the history, L vocabulary
 """
 
-import logging
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import compiled_step
 from deltazoo.blocks.generation.speculation import LONGEST_MATCH, NO_TOKEN, commit_drafts, lookup, verify_drafts
 from deltazoo.blocks.model.compilation import CompiledLayers
@@ -18,7 +17,6 @@ from deltazoo.blocks.model.interface import StackState, TokenModel
 
 MOST_LOOKED_UP = 4096  # last tokens of a text in which drafts are looked up
 MOST_TOKENS = 64  # of a pass; a larger one is not bound by loading weights, so a step of more rows has no drafts
-_log = logging.getLogger("deltazoo")
 
 
 class DraftRows(NamedTuple):
@@ -94,15 +92,11 @@ class Pass:
         """Capture both calls in CUDA graphs, with counts of 0 to keep the state. Args: memory: pool of the graphs."""
         device = self._buffers.tokens.device
         self._buffers.accepted.zero_()
-        try:
+        with eager_if_refused("the pass with drafts"):
             verify = capture(self._verify, device, memory, warm_ups=3)
             verify()  # writes the draft that the warm-up of `commit` reads
             self.commit = capture(self._commit, device, memory)
             self.verify = verify
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            _log.warning("passes with drafts cannot be captured for this model and stay eager: %s", error)
         return self
 
     def warm_up(self) -> Self:

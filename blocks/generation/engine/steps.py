@@ -5,13 +5,12 @@ T tokens of a step's pieces, N pieces
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.cuda_graph import capture
+from deltazoo.backends.torch_ext.cuda_graph import capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import Buffers, Decoder
 from deltazoo.blocks.generation.engine.drafts import Pass
 from deltazoo.blocks.generation.engine.pool import Pool
@@ -22,7 +21,6 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import overwrite_, rollback_, snapshot
 
 _LEAST_TOKENS = 64  # of the pieces of a step whose sizes are rounded up
-_log = logging.getLogger("deltazoo")
 
 
 class Steps:
@@ -92,12 +90,8 @@ class Steps:
         if rows not in self._decoders:
             decoder = Decoder(self._model, rows, pool.capacity, self._compile, pool.buffers(rows))
             if self._captures:
-                try:
+                with eager_if_refused("the decoding step"):
                     decoder.capture()
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:
-                    _log.warning("the decoding step of this model cannot be captured and stays eager: %s", error)
             elif self._compile:
                 decoder.warm_up()
             self._decoders[rows] = decoder
@@ -122,12 +116,8 @@ class Steps:
             packed = _pack([], rows, tokens).to(self._model.device)
             run = functools.partial(_read, self._model, pool.buffers(rows), packed, tokens)
             replay: Callable[[], object] = run
-            try:
+            with eager_if_refused("the prefill"):
                 replay = capture(run, packed.device, self._memory)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                _log.warning("the reading of prompts by this model cannot be captured and stays eager: %s", error)
             self._readers[key] = packed, replay
         return self._readers[key]
 
