@@ -52,7 +52,11 @@ def command(
     device: Device = "cpu",
     workers: Annotated[
         int | None,
-        typer.Option(min=1, show_default="4 on a GPU, one per core on a CPU", help="Processes that share the device."),
+        typer.Option(
+            min=1,
+            show_default="8 for a GPU, one per core on a CPU",
+            help="Processes that train on the CPU, or compile kernels for the GPU.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw a heat map and curves over length to this PNG, SVG or PDF file.")
@@ -66,8 +70,8 @@ def command(
 ) -> None:
     """Train small models of mixers on synthetic tasks: what each mixer can do.
 
-    Every task states its model, schedule and learning rates. All rates run with one seed, and the best one with more.
-    Each finished run is a line of runs.jsonl. Prints the accuracy at the longest length.
+    Every task states its model, schedule and learning rates. All rates run with one seed, until one solves the task,
+    and the best one with more. Each finished run is a line of runs.jsonl. Prints the accuracy at the longest length.
 
     Exit code 1: no run is finished.
     """
@@ -114,6 +118,8 @@ def command(
         for line in environments(result.runs):
             print_text(line)
     if not as_json:
+        if result.compile_seconds:
+            print_note(f"kernels took {result.compile_seconds:.0f} s, in processes beside the one that trains")
         for name, why in result.problems:
             print_note(f"{name}: {why}")
     if not result.runs:

@@ -14,6 +14,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment
 
 RUNS = "runs.jsonl"
+SOLVED = 0.999  # accuracy at every length, at which a run ends
 
 
 class Point(NamedTuple):
@@ -61,6 +62,11 @@ class Run(BaseModel):
     def score(self) -> float:
         """The accuracy at the longest length."""
         return self.accuracy[max(self.accuracy)]
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the model solves the task at every length."""
+        return min(self.accuracy.values()) >= SOLVED
 
     @property
     def rank(self) -> tuple[float, float]:

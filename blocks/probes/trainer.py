@@ -4,10 +4,11 @@ The graph draws the sequences, computes the loss and the gradients, and updates 
 that several runs share a GPU without waiting for the host. A step adds in a fixed order: runs repeat bit for bit.
 """
 
+import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ _EAGER_STEPS = 3  # before the capture: they allocate the optimizer's state and 
 _WARMUP = 0.05  # of the steps
 _EVALUATION_SEED = 2**31  # all runs of a task are evaluated on the same sequences
 _CALL_TOKENS = 2**14
+
+
+class _Evaluation(NamedTuple):
+    """`run` draws sequences from the generator, and adds to counts [2]: right answers, scored answers."""
+
+    generator: torch.Generator
+    counts: Tensor
+    run: Callable[[], None]
 
 
 class Trainer:
@@ -46,6 +55,7 @@ class Trainer:
         self.optimizer = Optimizer(model, self.config.optimizer, sharded=False)
         self.loss = torch.zeros((), device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.evaluations: dict[tuple[int, int], _Evaluation] = {}  # by length and rows
         self.is_cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.is_cuda else None
         rates = [learning_rate(self.config, step) for step in range(task.steps)]
@@ -71,27 +81,52 @@ class Trainer:
         with self._on_stream():
             return float(self.loss)
 
-    @torch.no_grad()
-    def accuracy(self, length: int, tokens: int) -> float:
-        """Return the share of the scored answers that have the largest logit, on about `tokens` tokens.
+    def queue_accuracies(self, tokens: int) -> Tensor:
+        """Return the share of the scored answers that have the largest logit, at each length of the task.
 
-        Args: length: of the sequences.
+        On a GPU the call returns before the tensor is computed; `read` waits for it.
+
+        Args: tokens: about as many are read at each length.
         """
-        generator = torch.Generator(self.device).manual_seed(_EVALUATION_SEED + length)
-        rows = max(1, min(_CALL_TOKENS, tokens) // length)
-        right = total = 0
+        with self._on_stream(), torch.no_grad():
+            return torch.stack([self._accuracy(length, tokens) for length in self.task.lengths])
+
+    def read(self, values: Tensor) -> list[float]:
+        """Wait for a tensor that this trainer computes."""
         with self._on_stream():
-            for _ in range(max(1, tokens // (rows * length))):
-                batch = self.task.last_half(self.task.draw(rows, length, generator))
-                with self._autocast():
-                    try:
-                        found = self._answers(batch)
-                    except ValueRangeError:  # a NaN, which a CPU refuses
-                        return 0.0
-                is_scored = batch.answers_BA != IGNORE_INDEX
-                right += int(((found == batch.answers_BA) & is_scored).sum())
-                total += int(is_scored.sum())
-        return right / max(1, total)
+            return [float(value) for value in values.tolist()]
+
+    def _accuracy(self, length: int, tokens: int) -> Tensor:
+        rows = max(1, min(_CALL_TOKENS, tokens) // length)
+        if (length, rows) not in self.evaluations:
+            self.evaluations[length, rows] = self._evaluation(length, rows)
+        evaluation = self.evaluations[length, rows]
+        evaluation.generator.manual_seed(_EVALUATION_SEED + length)
+        evaluation.counts.zero_()
+        for _ in range(max(1, tokens // (rows * length))):
+            evaluation.run()
+        right, total = evaluation.counts.unbind()
+        return right / total.clamp(min=1)
+
+    def _evaluation(self, length: int, rows: int) -> "_Evaluation":
+        """Build an evaluation on `rows` sequences, on a GPU as a graph."""
+        generator = torch.Generator(self.device)
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+
+        def count() -> None:
+            batch = self.task.last_half(self.task.draw(rows, length, generator))
+            is_scored = batch.answers_BA != IGNORE_INDEX
+            with self._autocast():
+                try:
+                    found_BA = self._answers(batch)
+                except ValueRangeError:  # a NaN, which a CPU refuses
+                    found_BA = torch.full_like(batch.answers_BA, IGNORE_INDEX - 1)
+            counts.add_(torch.stack((((found_BA == batch.answers_BA) & is_scored).sum(), is_scored.sum())))
+
+        if not self.is_cuda:
+            return _Evaluation(generator, counts, count)
+        count()  # loads the kernels
+        return _Evaluation(generator, counts, self._captured(count, generator).replay)
 
     def _answers(self, batch: Batch) -> Tensor:
         x_BTD, _ = self.model.features(batch.tokens_BT)
@@ -117,16 +152,25 @@ class Trainer:
 
     def _capture(self) -> None:
         """Capture a step. The capture runs nothing, so neither the weights nor the generator move."""
-        assert self.stream is not None
-        self.stream.synchronize()
         for group in self.optimizer.groups:
             group["capturable"] = True
         self.model.zero_grad()  # the graph then stores gradients in its own memory
+        self.graph = self._captured(self._take_step, self.generator)
+
+    def _captured(self, call: Callable[[], None], generator: torch.Generator) -> torch.cuda.CUDAGraph:
+        """Capture a call on the stream of the run. Unlike `torch.cuda.graph` this waits for no other stream."""
+        assert self.stream is not None
+        self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self._take_step()
-        self.graph = graph
+        graph.register_generator_state(generator)
+        gc.disable()  # a collection could destroy the graph of another run, which a capture forbids
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            call()
+        finally:
+            graph.capture_end()
+            gc.enable()
+        return graph
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

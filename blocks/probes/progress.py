@@ -1,0 +1,171 @@
+"""Cells in progress: the runs of a mixer on a task that are trained at the same time, on a GPU beside other cells."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.io.errors import DeltazooError
+from deltazoo.backends.measure.environment import environment
+from deltazoo.blocks.model.compilation import CompiledLayers, run_eagerly
+from deltazoo.blocks.probes.model import probe_stack
+from deltazoo.blocks.probes.records import SOLVED, Point, Run, cells
+from deltazoo.blocks.probes.task import Task
+from deltazoo.blocks.probes.tasks import task as task_of
+from deltazoo.blocks.probes.trainer import Trainer
+from deltazoo.blocks.spec.stack_spec import StackSpec
+
+_POINTS = 10  # evaluations during a run
+_TURN = 25  # steps of a run before the next run continues
+_CHECK_TOKENS = 2**14  # of an evaluation during a run, at each length
+_COMPILED_TOKENS = 2e8  # from here on compiled layers save more time than their compilation takes
+
+
+class Member:
+    """A run in progress; `accuracy` is empty until it ends."""
+
+    def __init__(self, stack: StackSpec, task: Task, rate: float, seed: int, device: str) -> None:
+        with torch.random.fork_rng(devices=[]), run_eagerly(device):
+            torch.manual_seed(seed)
+            model = stack.build()
+        self.trainer = Trainer(model.to(device), task, rate, seed)
+        self.rate, self.seed = rate, seed
+        self.bounds = sorted({-(-task.steps * n // _POINTS) for n in range(1, _POINTS + 1)})
+        self.curve: list[Point] = []
+        self.accuracy: dict[int, float] = {}
+        self.seconds = 0.0
+        self.queued: Tensor | None = None  # accuracies that are being computed
+
+    def queue_steps(self) -> None:
+        """Take a turn of steps, up to the next evaluation."""
+        step = self.trainer.step
+        self.trainer.train(min(step + _TURN, next(bound for bound in self.bounds if bound > step)))
+
+    def queue_evaluation(self) -> None:
+        """Evaluate the model if that is due. On a GPU the call returns before the figures are computed."""
+        if self.trainer.step in self.bounds:
+            self.queued = self.trainer.queue_accuracies(min(_CHECK_TOKENS, self.trainer.task.evaluation_tokens))
+
+    def read_evaluation(self) -> None:
+        """Add a point to the curve, and end the run if it is complete, diverged or solves the task."""
+        if self.queued is None:
+            return
+        trainer, task = self.trainer, self.trainer.task
+        loss, accuracies = trainer.last_loss(), trainer.read(self.queued)
+        self.queued = None
+        self.curve.append(Point(trainer.step, loss, accuracies[0]))
+        is_last = trainer.step == task.steps or not math.isfinite(loss)
+        if is_last or min(accuracies) >= SOLVED:
+            final = trainer.read(trainer.queue_accuracies(task.evaluation_tokens))
+            if is_last or min(final) >= SOLVED:
+                self.accuracy = dict(zip(task.lengths, final, strict=True))
+
+
+class CellInProgress:
+    """The runs of a mixer on a task: every rate with seed 0, then the other seeds at the best rate.
+
+    Args:
+        task, mixer: as typed; done: finished runs.
+        at_once: runs that are trained at the same time; None: all rates, then all seeds.
+    """
+
+    def __init__(
+        self, task: str, mixer: str, done: Iterable[Run], seeds: int, device: str, at_once: int | None = None
+    ) -> None:
+        self.task, self.mixer, self.seeds, self.device, self.at_once = task, mixer, seeds, device, at_once
+        self.done = [run for run in done if (run.task, run.mixer) == (task, mixer)]
+        self.stack = probe_stack(mixer, task_of(task))
+        self.layers: CompiledLayers | None = None
+        self.members: list[Member] = []
+
+    def pending(self) -> list[tuple[float, int]]:
+        """Return the next runs that can be trained at the same time: rates, then the seeds of the best rate.
+
+        As soon as a rate solves the task, the others are not needed.
+        """
+        task = task_of(self.task)
+        finished = {(run.rate, run.seed): run for run in self.done if run.rate in task.rates}
+        if not any(run.is_solved for run in finished.values() if run.seed == 0):
+            rates = [(rate, 0) for rate in task.rates if (rate, 0) not in finished]
+            if rates:
+                return rates[: self.at_once]
+        (best,) = cells(finished.values()).values()
+        return [(best.rate, seed) for seed in range(self.seeds) if (best.rate, seed) not in finished][: self.at_once]
+
+    def begin(self) -> None:
+        """Build the models of the next runs, unless runs are in progress."""
+        if not self.members:
+            self.members = [self._member(rate, seed) for rate, seed in self.pending()]
+
+    def compile(self) -> None:
+        """Take a step and evaluate each length, so that the kernels are in the caches."""
+        member = self._member(*self.pending()[0])
+        member.trainer.train(1)
+        member.trainer.read(member.trainer.queue_accuracies(_CHECK_TOKENS))
+
+    def ended(self) -> Iterator[Run]:
+        """Yield the runs that have ended."""
+        ended = [member for member in self.members if member.accuracy]
+        self.members = [member for member in self.members if not member.accuracy]
+        for member in ended:
+            run = self._run(member)
+            self.done.append(run)
+            yield run
+        if any(run.is_solved for run in self.done):  # the other rates
+            self.members = [member for member in self.members if member.seed != 0]
+
+    def _member(self, rate: float, seed: int) -> Member:
+        task = task_of(self.task)
+        member = Member(self.stack, task, rate, seed, self.device)
+        trainer = member.trainer
+        if trainer.is_cuda and task.steps * task.batch * task.length >= _COMPILED_TOKENS:
+            self.layers = self.layers or CompiledLayers(trainer.model)
+            trainer.compiled = self.layers.of(trainer.model)
+        return member
+
+    def _run(self, member: Member) -> Run:
+        trainer, task, costs = member.trainer, member.trainer.task, self.stack.describe()
+        return Run(
+            task=self.task, mixer=self.mixer, rate=member.rate, seed=member.seed,
+            settings=task.model_dump(mode="json"), steps=trainer.step, accuracy=member.accuracy, chance=task.chance,
+            curve=member.curve, diverged=not math.isfinite(member.curve[-1].loss), parameters=costs.parameters,
+            state_bytes=costs.state_bytes, cache_bytes=costs.cache_bytes, seconds=round(member.seconds, 2),
+            captured=trainer.graph is not None, environment=environment(self.device),
+        )  # fmt: skip
+
+
+def advance(running: Sequence[CellInProgress]) -> dict[CellInProgress, str]:
+    """Take a turn of every run; return the cells that fail, with the reason.
+
+    On a GPU the steps of all runs are queued before the first evaluation is read.
+    """
+    start = time.perf_counter()
+    failed: dict[CellInProgress, str] = {}
+    phases: list[Callable[[Member], None]] = [Member.queue_steps, Member.queue_evaluation, Member.read_evaluation]
+    for cell in running:
+        _attempt(cell, cell.begin, failed)
+    for phase in phases:
+        for cell in running:
+            for member in cell.members:
+                _attempt(cell, functools.partial(phase, member), failed)
+    members = [member for cell in running for member in cell.members]
+    for member in members:
+        member.seconds += (time.perf_counter() - start) / len(members)
+    return failed
+
+
+def _attempt(cell: CellInProgress, call: Callable[[], None], failed: dict[CellInProgress, str]) -> None:
+    if cell in failed:
+        return
+    try:
+        call()
+    except (DeltazooError, RuntimeError) as error:
+        failed[cell] = failure(error)
+
+
+def failure(error: Exception) -> str:
+    """Return the kind and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
