@@ -87,6 +87,11 @@ class Cell(NamedTuple):
         """The mean score of the seeds."""
         return fmean(run.score for run in self.runs)
 
+    @property
+    def best(self) -> float:
+        """The score of the best seed."""
+        return max(run.score for run in self.runs)
+
     def text(self) -> str:
         """Format the mean in percent, with the lowest and the highest seed if there are several."""
         scores = [run.score for run in self.runs]

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.probes import claims, records, report
 from deltazoo.blocks.probes.model import probe_stack
+from deltazoo.blocks.probes.progress import CellInProgress, advance
 from deltazoo.blocks.probes.runner import ProbeConfig, probe
 from deltazoo.blocks.probes.tasks import TASKS, task
 from deltazoo.blocks.probes.tasks.word_problem import compose, elements
@@ -118,6 +120,24 @@ def test_probe_runs_rates_then_seeds_and_resumes(tmp_path):
     assert figures == [(run.rate, run.seed, run.accuracy, run.curve) for run in first.runs]
 
 
+def test_a_rate_that_solves_the_task_ends_the_search(tmp_path):
+    easy = "parity(length=2,lengths=[2],steps=100,batch=16,width=16,heads=1,rates=[1e-2,1e-6],evaluation_tokens=1024)"
+    runs = probe(["deltanet"], [easy], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
+    assert [(run.rate, run.seed, run.is_solved) for run in runs] == [(1e-2, 0, True), (1e-2, 1, True)]
+
+
+def test_runs_of_cells_that_share_a_device_are_those_of_single_cells(tmp_path):
+    """The loop of a GPU on the CPU, whose runs do not depend on what is trained beside them."""
+    single = probe(["deltanet", "s4d"], [TINY], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
+    running = [CellInProgress(TINY, mixer, [], 2, "cpu") for mixer in ("deltanet", "s4d")]
+    together = []
+    while any(cell.members or cell.pending() for cell in running):
+        assert advance(running) == {}
+        together += [run for cell in running for run in cell.ended()]
+    figures = [[(r.mixer, r.rate, r.seed, r.accuracy, r.curve) for r in runs] for runs in (single, together)]
+    assert sorted(figures[0]) == sorted(figures[1])
+
+
 def test_a_spent_budget_names_what_is_missing(tmp_path):
     result = probe(["deltanet"], [TINY], tmp_path, ProbeConfig(budget=0, workers=1))
     assert result.runs == []
@@ -171,6 +191,8 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",))
     assert claims.verdict(claim, finished).holds is True
     assert claims.verdict(claim._replace(solved=True), finished).holds is False
+    solved = finished[2].model_copy(update={"accuracy": {40: 1.0, 256: 0.995}})
+    assert claims.verdict(claim._replace(solved=True), [*finished, solved.model_copy(update={"seed": 3})]).holds is True
     assert claims.verdict(claim._replace(better=("worse",), worse=("better",)), finished).holds is False
     undecided = claims.verdict(claim, finished[:-1])
     assert undecided.holds is None
@@ -213,6 +235,17 @@ def test_a_captured_step_is_the_eager_step(mixer, name):
         assert (trainer.graph is not None) == captures
     assert losses[0] == losses[1]
     assert losses[0] == pytest.approx(losses[2], rel=1e-3)
+
+
+@pytest.mark.cuda
+def test_a_captured_evaluation_is_the_eager_evaluation():
+    trainer = Trainer(probe_stack("gated_deltanet", TASKS["s3"]).build().cuda(), TASKS["s3"], 1e-3, 0)
+    trainer.train(20)
+    first = [trainer.read(trainer.queue_accuracies(tokens)) for tokens in (2**14, 2**14, 2**16)]
+    assert first[0] == first[1] and 0.1 < first[0][0] < 0.9
+    trainer.evaluations.clear()
+    trainer._captured = lambda call, generator: SimpleNamespace(replay=call)
+    assert [trainer.read(trainer.queue_accuracies(tokens)) for tokens in (2**14, 2**14, 2**16)] == first
 
 
 def test_the_pages_of_the_site_are_those_of_the_packaged_runs():
