@@ -8,12 +8,15 @@ from deltazoo.backends.io.errors import ConfigError, PatternError, unknown_name
 from deltazoo.backends.io.frozen_config import describe_errors
 from deltazoo.blocks.probes.task import Task
 from deltazoo.blocks.probes.tasks.forgetting_mqar import ForgettingMQAR
+from deltazoo.blocks.probes.tasks.fuzzy_recall import FuzzyRecall
 from deltazoo.blocks.probes.tasks.induction import InductionHeads
+from deltazoo.blocks.probes.tasks.memorization import Memorization
 from deltazoo.blocks.probes.tasks.modular_arithmetic import ModularArithmetic
 from deltazoo.blocks.probes.tasks.mqar import MQAR
 from deltazoo.blocks.probes.tasks.needle import Needle
 from deltazoo.blocks.probes.tasks.palindrome import Palindrome
 from deltazoo.blocks.probes.tasks.parity import Parity
+from deltazoo.blocks.probes.tasks.recall import Recall
 from deltazoo.blocks.probes.tasks.selective_copying import SelectiveCopying
 from deltazoo.blocks.probes.tasks.stacks import Stacks
 from deltazoo.blocks.probes.tasks.word_problem import WordProblem
@@ -38,6 +41,10 @@ TASKS: dict[str, Task] = {
     "needle1": Needle(haystack="repeated"),
     "needle2": Needle(),
     "needle3": Needle(value_tokens=8),
+    "recall": Recall(),
+    "noisy_recall": Recall(noise=0.2, noise_tokens=16),
+    "fuzzy_recall": FuzzyRecall(),
+    "memorization": Memorization(),
 }  # fmt: skip
 
 
