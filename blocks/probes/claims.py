@@ -11,6 +11,8 @@ from deltazoo.blocks.probes.tasks import task as task_of
 
 _REACHED, _MARGIN = 0.99, 0.05
 _FOLDER = "blocks/probes/results"
+# With the short convolution of the delta rules. GLA's keys are half as wide by default.
+_ADDITIVE = ("simple_gla(conv_width=4)", "gla(conv_width=4,key_width=32)")
 
 
 class Claim(NamedTuple):
@@ -58,20 +60,21 @@ CLAIMS = {
     ),
     "delta-rule-recall": Claim(
         "The delta rule recalls more than additive updates",
-        "DeltaNet and Gated DeltaNet recall more pairs than linear attention and Simple GLA, which has the same decay, "
-        "with states of the same K x V.",
+        "DeltaNet and Gated DeltaNet recall more pairs than Simple GLA and GLA, which add to states of the same K x V "
+        "with a decay per head and per channel, all with a short convolution.",
         "Yang 2024, arXiv 2406.06484 and 2412.06464",
         ("mqar",),
         ("deltanet", "gated_deltanet"),
-        ("linear_attention", "simple_gla"),
+        _ADDITIVE,
     ),
     "overwriting": Claim(
         "The delta rule replaces a value",
-        "If keys get new values, DeltaNet and Gated DeltaNet recall the latest one better than additive updates.",
+        "If keys get new values, DeltaNet and Gated DeltaNet recall the latest one better than additive updates with a "
+        "decay, Simple GLA and GLA, with the same short convolution and states of the same K x V.",
         "the construction of the delta rule; task: HazyResearch/zoology",
         ("forgetting_mqar",),
         ("deltanet", "gated_deltanet"),
-        ("linear_attention", "simple_gla"),
+        _ADDITIVE,
     ),
     "selection": Claim(
         "Selection solves selective copying",
