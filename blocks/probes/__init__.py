@@ -4,7 +4,8 @@ task.py        a task: sizes, schedule, generator, solver
 tasks/         one file per task
 model.py       the small model of a mixer for a task
 trainer.py     one run; on a GPU a whole training step is one CUDA graph
-runner.py      runs within a time budget: learning rates first, then seeds at the best rate
+progress.py    cells in progress: learning rates first, then seeds at the best rate
+runner.py      cells within a time budget, on the cores of a CPU or side by side on a GPU
 records.py     finished runs as JSON lines
 report.py      table, heat map and curves over length
 results/       the runs that ship with the package, which docs/evidence/ shows

@@ -72,6 +72,6 @@ def run_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_tutorial_runs_something() -> None:
-    assert len(PAGES) == 11
+    assert len(PAGES) == 12
     for page in PAGES:
         assert page == "tutorials/index.md" or any(language == "python" for language, _ in blocks(page)), page
