@@ -176,8 +176,8 @@ def _page(
     settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
     how = wrap_prose(
         "The learning rate is the best of the task's rates with seed 0. A run ends early if it solves the task at "
-        "every length. The runs, with every rate and their curves, are in `blocks/probes/results/runs.jsonl`. They "
-        "were made on:"
+        "every length, and so does the search for the rate. The runs, with every rate and their curves, are in "
+        "`blocks/probes/results/runs.jsonl`. They were made on:"
     )
     made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))
     commands = "\n".join(f"deltazoo probe --claim {name} --out {_FOLDER} --device cuda" for name in names)

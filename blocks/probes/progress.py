@@ -4,13 +4,16 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import DeltazooError
 from deltazoo.backends.measure.environment import environment
-from deltazoo.blocks.model.compilation import CompiledLayers, run_eagerly
+from deltazoo.backends.update.dispatch import requested_backend, use_backend
+from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.probes.model import probe_stack
 from deltazoo.blocks.probes.records import SOLVED, Point, Run, cells
 from deltazoo.blocks.probes.task import Task
@@ -21,14 +24,17 @@ from deltazoo.blocks.spec.stack_spec import StackSpec
 _POINTS = 10  # evaluations during a run
 _TURN = 25  # steps of a run before the next run continues
 _CHECK_TOKENS = 2**14  # of an evaluation during a run, at each length
-_COMPILED_TOKENS = 2e8  # from here on compiled layers save more time than their compilation takes
+# From here on a run on a GPU takes longer than the compilation of its kernels and layers. Below it the updates run in
+# plain torch, whose kernels are compiled already.
+_COMPILED_TOKENS = 2e8
 
 
 class Member:
     """A run in progress; `accuracy` is empty until it ends."""
 
     def __init__(self, stack: StackSpec, task: Task, rate: float, seed: int, device: str) -> None:
-        with torch.random.fork_rng(devices=[]), run_eagerly(device):
+        self.compiles = device != "cpu" and task.steps * task.batch * task.length >= _COMPILED_TOKENS
+        with torch.random.fork_rng(devices=[]), nullcontext() if self.compiles else _in_plain_torch():
             torch.manual_seed(seed)
             model = stack.build()
         self.trainer = Trainer(model.to(device), task, rate, seed)
@@ -120,10 +126,10 @@ class CellInProgress:
     def _member(self, rate: float, seed: int) -> Member:
         task = task_of(self.task)
         member = Member(self.stack, task, rate, seed, self.device)
-        trainer = member.trainer
-        if trainer.is_cuda and task.steps * task.batch * task.length >= _COMPILED_TOKENS:
-            self.layers = self.layers or CompiledLayers(trainer.model)
-            trainer.compiled = self.layers.of(trainer.model)
+        if member.compiles:
+            model = member.trainer.model
+            self.layers = self.layers or CompiledLayers(model)
+            member.trainer.compiled = self.layers.of(model)
         return member
 
     def _run(self, member: Member) -> Run:
@@ -133,7 +139,7 @@ class CellInProgress:
             settings=task.model_dump(mode="json"), steps=trainer.step, accuracy=member.accuracy, chance=task.chance,
             curve=member.curve, diverged=not math.isfinite(member.curve[-1].loss), parameters=costs.parameters,
             state_bytes=costs.state_bytes, cache_bytes=costs.cache_bytes, seconds=round(member.seconds, 2),
-            captured=trainer.graph is not None, environment=environment(self.device),
+            captured=trainer.graph is not None, kernels=member.compiles, environment=environment(self.device),
         )  # fmt: skip
 
 
@@ -155,6 +161,11 @@ def advance(running: Sequence[CellInProgress]) -> dict[CellInProgress, str]:
     for member in members:
         member.seconds += (time.perf_counter() - start) / len(members)
     return failed
+
+
+def _in_plain_torch() -> AbstractContextManager[None]:
+    """Return a context in which updates are built that compile nothing, unless the caller chose their backend."""
+    return nullcontext() if requested_backend(None) is not None else use_backend(CompileBackend(compiled=False))
 
 
 def _attempt(cell: CellInProgress, call: Callable[[], None], failed: dict[CellInProgress, str]) -> None:

@@ -37,6 +37,7 @@ class Run(BaseModel):
         state_bytes: of the recurrent states of all layers for one sequence, in float32; cache_bytes: per token.
         seconds: of training and evaluation; runs that were trained at the same time have equal shares of the time.
         captured: whether a step was a CUDA graph.
+        kernels: whether the updates ran by the device's kernels, as in long runs; else in plain torch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +57,7 @@ class Run(BaseModel):
     cache_bytes: int
     seconds: float
     captured: bool
+    kernels: bool = True
     environment: Environment
 
     @property

@@ -22,7 +22,7 @@ from deltazoo.blocks.probes.task import Batch, Task
 from deltazoo.blocks.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from deltazoo.blocks.training.optimizer import Optimizer, learning_rate
 
-_EAGER_STEPS = 3  # before the capture: they allocate the optimizer's state and load the kernels
+_EAGER_STEPS = 2  # before the capture: they allocate the optimizer's state and load the kernels
 _WARMUP = 0.05  # of the steps
 _EVALUATION_SEED = 2**31  # all runs of a task are evaluated on the same sequences
 _CALL_TOKENS = 2**14
