@@ -18,6 +18,7 @@ from deltazoo.backends.triton.attention.kernels.path_tiles import (
     LOG2E,
     C,
     gates_after,
+    gates_from,
     load_tile,
     locate_tile,
     store_tile,
@@ -81,21 +82,13 @@ def path_attention_kernel(
         a = t0 // C
         if BM > C:  # the blocks of the tile are siblings at level 0
             is_right = in_time & (i >= t0 + C)
-            reference = 0.0
-            gate_q = m
-            if traits.GATED:
-                reference = tl.load(sums_base + tl.minimum(t0 + C, length - 1) * H)
-                gate_q = gates_after(sums_base, i, in_time, reference, H)
+            reference, gate_q = gates_from(sums_base, tl.minimum(t0 + C, length - 1), i, in_time, traits)
             q_t = load_tile(q_base, i, is_right, H * D, D, traits.BD, True)
             if t0 + C < length:
                 o_t, m, l = attend_keys(
                     o_t, m, l, q_t, is_right, gate_q, reference, k_base, v_base, sums_base, t0, v_step, C, True, traits
                 )
-        reference = 0.0
-        gate_q = m
-        if traits.GATED:
-            reference = tl.load(sums_base + t0 * H)
-            gate_q = gates_after(sums_base, i, in_time, reference, H)
+        reference, gate_q = gates_from(sums_base, t0, i, in_time, traits)
         for level in range(BM // (2 * C), LEVELS):
             b = a >> level
             has_sibling = (b & 1) == 1
@@ -173,11 +166,7 @@ def path_query_gradients_kernel(
         a = t0 // C
         if BM > C:
             is_right = in_time & (i >= t0 + C)
-            reference = 0.0
-            gate_q = lse_t
-            if traits.GATED:
-                reference = tl.load(sums_base + tl.minimum(t0 + C, length - 1) * H)
-                gate_q = gates_after(sums_base, i, in_time, reference, H)
+            reference, gate_q = gates_from(sums_base, tl.minimum(t0 + C, length - 1), i, in_time, traits)
             q_t = load_tile(q_base, i, is_right, H * D, D, traits.BD, True)
             if t0 + C < length:
                 dq_t = tl.zeros([BM, BD], tl.float32)
@@ -186,11 +175,7 @@ def path_query_gradients_kernel(
                     v_step, C, True, traits,
                 )  # fmt: skip
                 store_tile(dq_base, dq_t * traits.SCALE, i, is_right, H * D, D)
-        reference = 0.0
-        gate_q = lse_t
-        if traits.GATED:
-            reference = tl.load(sums_base + t0 * H)
-            gate_q = gates_after(sums_base, i, in_time, reference, H)
+        reference, gate_q = gates_from(sums_base, t0, i, in_time, traits)
         for level in range(BM // (2 * C), LEVELS):
             b = a >> level
             has_sibling = (b & 1) == 1

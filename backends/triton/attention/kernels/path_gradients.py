@@ -9,18 +9,18 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.attention.kernels.path_tiles import (
-    LOG2E,
     C,
     block_slots,
     first_block,
     load_square,
     load_tile,
+    locate_block,
     locate_tile,
+    scores_in_block,
     store_square,
     store_tile,
     token_rows,
 )
-from deltazoo.backends.triton.device.layout import find_sequence, sequence_bounds
 
 
 @triton.jit(do_not_specialize=["N", "T", "LEVELS", "tree_slots"])
@@ -99,9 +99,7 @@ def path_tree_gradients_kernel(rows, d_rows, d_tree, cu, N, T, size, below, plan
     PREC: tl.constexpr = traits.PREC
     slot = tl.program_id(0) // G
     g = tl.program_id(0) % G
-    n = find_sequence(slot, cu, N, 1, 0, size) if traits.PACKED else slot // tl.cdiv(T, size)
-    start, length = sequence_bounds(n, cu, T, traits.PACKED)
-    b = slot - first_block(n, start, T, size, traits.PACKED)
+    _, start, length, b = locate_block(slot, cu, N, T, size, traits.PACKED)
     if b * size < length:
         i = tl.arange(0, C)
         dE = tl.zeros([BD, BD], tl.float32)
@@ -136,9 +134,7 @@ def path_merge_gradients_kernel(tree, d_tree, cu, N, T, size, below, traits: tl.
     PREC: tl.constexpr = traits.PREC
     slot = tl.program_id(0) // G
     g = tl.program_id(0) % G
-    n = find_sequence(slot, cu, N, 1, 0, 2 * size) if traits.PACKED else slot // tl.cdiv(T, 2 * size)
-    start, length = sequence_bounds(n, cu, T, traits.PACKED)
-    m = slot - first_block(n, start, T, 2 * size, traits.PACKED)
+    n, start, length, m = locate_block(slot, cu, N, T, 2 * size, traits.PACKED)
     if m * 2 * size < length:
         left = ((below + first_block(n, start, T, size, traits.PACKED) + 2 * m) * G + g) * (D * D)
         right = left + G * D * D
@@ -195,11 +191,7 @@ def path_block_gradients_kernel(
         delta_t = tl.load(delta + (row + i) * H + h, mask=in_time, other=0.0)
         causal = (i[:, None] >= i[None, :]) & in_time[:, None]
         q_w = tl.where(causal, tl.dot(q_t, tl.trans(w_t), input_precision=PREC), 0.0)
-        x = tl.dot(q_t, tl.trans(k_t), input_precision=PREC) - tl.dot(q_w, M_t, input_precision=PREC)
-        x *= traits.SCALE * LOG2E
-        if traits.GATED:
-            log_gate = tl.load(sums + (row + i) * H + h, mask=in_time, other=0.0)
-            x += ((log_gate[:, None] - log_gate[None, :]) * LOG2E).to(tl.float32)
+        x = scores_in_block(q_t, k_t, q_w, M_t, sums, row, h, i, in_time, traits)
         p = tl.exp2(tl.where(causal, x - lse_t[:, None], float("-inf")))
         dv_t = tl.dot(tl.trans(p.to(do_t.dtype)), do_t, input_precision=PREC)
         store_tile(dv_block + at * (C * V), dv_t, i, i < C, V, V)

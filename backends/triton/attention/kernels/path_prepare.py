@@ -15,20 +15,20 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.attention.kernels.path_tiles import (
-    LOG2E,
     C,
     block_slots,
     first_block,
     load_square,
     load_tile,
+    locate_block,
     locate_tile,
+    scores_in_block,
     store_square,
     store_tile,
     token_rows,
 )
 from deltazoo.backends.triton.chunk.kernels.portable.channel.dplr_prepare import round_operand
 from deltazoo.backends.triton.chunk.kernels.portable.prepare import unit_lower_inverse
-from deltazoo.backends.triton.device.layout import find_sequence, sequence_bounds
 
 INVERSE_BLOCK = tl.constexpr(16)
 
@@ -93,9 +93,7 @@ def path_merge_kernel(tree, cu, N, T, size, below, traits: tl.constexpr):
     D: tl.constexpr = traits.D
     slot = tl.program_id(0) // G
     g = tl.program_id(0) % G
-    n = find_sequence(slot, cu, N, 1, 0, 2 * size) if traits.PACKED else slot // tl.cdiv(T, 2 * size)
-    start, length = sequence_bounds(n, cu, T, traits.PACKED)
-    m = slot - first_block(n, start, T, 2 * size, traits.PACKED)
+    n, start, length, m = locate_block(slot, cu, N, T, 2 * size, traits.PACKED)
     if m * 2 * size < length:
         left = ((below + first_block(n, start, T, size, traits.PACKED) + 2 * m) * G + g) * (D * D)
         E = load_square(tree + left, D, traits.BD)
@@ -145,11 +143,7 @@ def path_move_kernel(
         if o_local is not None:
             v_step = tl.cast(v_stride, tl.int64) * traits.UNIT
             v_t = load_tile(v + row * v_step + g * V, i, in_time, v_step, V, traits.BV, True)
-            s = tl.dot(q_t, tl.trans(k_t), input_precision=PREC) - tl.dot(q_w, M_t, input_precision=PREC)
-            s *= traits.SCALE * LOG2E
-            if traits.GATED:
-                log_gate = tl.load(sums + (row + i) * H + h, mask=in_time, other=0.0)
-                s += ((log_gate[:, None] - log_gate[None, :]) * LOG2E).to(tl.float32)
+            s = scores_in_block(q_t, k_t, q_w, M_t, sums, row, h, i, in_time, traits)
             s = tl.where(causal & in_time[None, :], s, float("-inf"))
             m = tl.max(s, 1)
             p = tl.exp2(s - m[:, None])

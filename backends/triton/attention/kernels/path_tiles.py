@@ -59,6 +59,14 @@ def locate_tile(slot, cu, N, T, ROWS: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def locate_block(slot, cu, N, T, size, PACKED: tl.constexpr):
+    """Return the sequence of a block of `size` tokens, its first token and length, and the block's index in it."""
+    n = find_sequence(slot, cu, N, 1, 0, size) if PACKED else slot // tl.cdiv(T, size)
+    start, length = sequence_bounds(n, cu, T, PACKED)
+    return n, start, length, slot - first_block(n, start, T, size, PACKED)
+
+
+@triton.jit
 def token_rows(N, T, PACKED: tl.constexpr):
     """Return the number of tokens of all sequences."""
     return tl.cast(T, tl.int64) if PACKED else tl.cast(N, tl.int64) * T
@@ -115,3 +123,24 @@ def store_square(base, tile, WIDTH: tl.constexpr):
 def gates_after(sums, i, in_rows, reference, H: tl.constexpr):
     """Return log2 of the gates after the token of the reference up to each token, 0 outside. sums: float64."""
     return ((tl.load(sums + i * H, mask=in_rows, other=reference) - reference) * LOG2E).to(tl.float32)
+
+
+@triton.jit
+def gates_from(sums, token, i, in_rows, traits: tl.constexpr):
+    """Return the sum of log gates up to a token, and log2 of the gates after it up to each token. Without gates: 0."""
+    if traits.GATED:
+        reference = tl.load(sums + token * traits.H)
+        return reference, gates_after(sums, i, in_rows, reference, traits.H)
+    else:
+        return 0.0, tl.zeros([i.shape[0]], tl.float32)
+
+
+@triton.jit
+def scores_in_block(q_t, k_t, q_w, M_t, sums, row, h, i, in_time, traits: tl.constexpr):
+    """Return the scores of a block in units of log 2, without the causal mask. q_w: tril(q W^T)."""
+    x = tl.dot(q_t, tl.trans(k_t), input_precision=traits.PREC) - tl.dot(q_w, M_t, input_precision=traits.PREC)
+    x *= traits.SCALE * LOG2E
+    if traits.GATED:
+        log_gate = tl.load(sums + (row + i) * traits.H + h, mask=in_time, other=0.0)
+        x += ((log_gate[:, None] - log_gate[None, :]) * LOG2E).to(tl.float32)
+    return x
