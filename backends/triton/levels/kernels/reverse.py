@@ -23,6 +23,7 @@ from deltazoo.backends.triton.levels.kernels.tree import (
     load_level_weights,
     load_square,
     load_values_transposed,
+    locate_values,
     merged_level,
     states_at,
     store_levels,
@@ -46,10 +47,7 @@ def level_reverse_kernel(
     KP: tl.constexpr = traits.KP
     ROWS: tl.constexpr = traits.JP * BV
     PREC: tl.constexpr = traits.PREC
-    TILES: tl.constexpr = (traits.V + BV - 1) // BV
-    column = tl.program_id(0) % TILES * BV
-    local = tl.program_id(0) // TILES % heads
-    n = tl.program_id(0) // (TILES * heads)
+    column, local, n = locate_values(heads, traits)
     hv = head + local
     h = hv // (traits.HV // traits.H)
     start, length, number = level_sequence_bounds(n, first, cu, counts, T, traits)

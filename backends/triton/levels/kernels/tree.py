@@ -133,6 +133,14 @@ def level_bits(traits: tl.constexpr):
 
 
 @triton.jit
+def locate_values(heads, traits: tl.constexpr):
+    """Return a program's first value column, its head of the window of `heads`, and its sequence."""
+    TILES: tl.constexpr = (traits.V + traits.BV - 1) // traits.BV
+    pid = tl.program_id(0)
+    return pid % TILES * traits.BV, pid // TILES % heads, pid // (TILES * heads)
+
+
+@triton.jit
 def locate_level_chunk(slot, first, cu, counts, N, T, traits: tl.constexpr):
     """Locate a chunk.
 
