@@ -12,8 +12,7 @@ A sequence is divided into intervals of CHECKPOINT_TOKENS tokens, each of which 
 into groups of GROUP tokens. For each interval, the last one first, the kernel recomputes the states before all groups
 and keeps them in registers. For each group, the last one first, it recomputes the terms P_t of the group's tokens, and
 runs the reverse scan over them. The tokens after the last whole interval are processed one by one; the state before
-each is
-recomputed from the last checkpoint.
+each is recomputed from the last checkpoint.
 
 S, dS: tiles of the state (tile.py). rates, d_rates: the part of the decay that all tokens share (`load_rates`), and
 the sum of its gradients over tokens
@@ -46,8 +45,9 @@ from deltazoo.backends.triton.element.kernels.tile import (
     locate_tile,
     locate_tokens,
     log2_decay,
+    slot_at,
     slot_offset,
-    state_offset,
+    state_at,
     store_row,
     sum_keys,
     tile_at,
@@ -68,7 +68,6 @@ def element_reverse_kernel(
     """
     n, vi, hv, h, in_keys, in_values, in_channels, _ = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
-    SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     GROUP: tl.constexpr = traits.GROUP
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     dS = empty_state(traits)
@@ -92,12 +91,7 @@ def element_reverse_kernel(
             dS = decay_state(dS, l, traits)
             if traits.READ_BEFORE:
                 dS += read
-    ends_at = tile_at(
-        ends + tl.cast(sequence * segments + segment, tl.int64) * SIZE,
-        slot_offset(hv, n, vi, traits),
-        2,
-        traits.CHANNELS,
-    )
+    ends_at = slot_at(ends, sequence * segments + segment, slot_offset(hv, n, vi, traits), traits)
     tl.store(ends_at, dS, mask=in_keys & in_values & in_channels)
 
 
@@ -292,28 +286,21 @@ def element_backward_kernel(
     n, vi, hv, h, in_keys, in_values, in_channels, block = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
     in_state = in_keys & in_values & in_channels
-    SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     SCRATCH: tl.constexpr = traits.W * traits.CHECKPOINT_TOKENS * 2 * traits.RN * traits.TN
-    in_rows = slot_offset(hv, n, vi, traits)
+    offsets = slot_offset(hv, n, vi, traits)
     dS = empty_state(traits)
-    segment_row = tl.cast(sequence * segments + segment, tl.int64)
+    segment_slot = tl.cast(sequence * segments + segment, tl.int64)
     if starts is not None:
-        dS += tl.load(tile_at(starts + segment_row * SIZE, in_rows, 2, traits.CHANNELS), mask=in_state, other=0.0)
+        dS += tl.load(slot_at(starts, segment_slot, offsets, traits), mask=in_state, other=0.0)
     elif d_final is not None:
-        d_final_at = tile_at(d_final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
-        dS += tl.load(d_final_at, mask=in_state, other=0.0)
+        dS += tl.load(state_at(d_final, sequence, hv, n, vi, traits), mask=in_state, other=0.0)
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     d_rates = tl.sum(empty_state(traits), 1, keep_dims=True)
     if scratch is not None:
         scratch += tl.cast(tl.program_id(0), tl.int64) * (2 * SCRATCH)
     intervals = (last - first) // traits.CHECKPOINT_TOKENS
     stop = first + intervals * traits.CHECKPOINT_TOKENS
-    checkpoint_at = tile_at(
-        checkpoints + tl.cast(slot + (stop - start) // traits.CHECKPOINT_TOKENS, tl.int64) * SIZE,
-        in_rows,
-        2,
-        traits.CHANNELS,
-    )
+    checkpoint_at = slot_at(checkpoints, slot + (stop - start) // traits.CHECKPOINT_TOKENS, offsets, traits)
     for i in range(last - stop):
         # the tokens after the last whole interval, one by one, so that the loop for intervals needs no masks
         t = last - 1 - i
@@ -334,12 +321,7 @@ def element_backward_kernel(
             tl.debug_barrier()
     for interval in range(intervals):
         t = stop - (interval + 1) * traits.CHECKPOINT_TOKENS
-        checkpoint_at = tile_at(
-            checkpoints + tl.cast(slot + (t - start) // traits.CHECKPOINT_TOKENS, tl.int64) * SIZE,
-            in_rows,
-            2,
-            traits.CHANNELS,
-        )
+        checkpoint_at = slot_at(checkpoints, slot + (t - start) // traits.CHECKPOINT_TOKENS, offsets, traits)
         S = tl.load(checkpoint_at, mask=in_state, other=0.0)
         if traits.PREFETCH:
             earlier = tl.maximum(t - traits.CHECKPOINT_TOKENS, first)
@@ -363,13 +345,10 @@ def element_backward_kernel(
         tl.debug_barrier()
         sum_warps(scratch + (intervals + 1) % 2 * SCRATCH, d_q, d_k, first, stop, rows, block, h, traits)
     if traits.DECAY == "rate" or traits.DECAY == "fixed_channel":
-        rate_at = tile_at(d_rate + segment_row * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
+        rate_at = tile_at(d_rate + segment_slot * (traits.HV * traits.K), n * traits.HV + hv, 2, traits.CHANNELS)
         tl.store(rate_at, d_rates, mask=in_keys & in_channels)
     elif traits.DECAY == "fixed":
-        store_row(d_rate, segment_row, 0, traits.HV, hv, sum_keys(d_rates), in_channels, 2, traits.CHANNELS, traits)
+        store_row(d_rate, segment_slot, 0, traits.HV, hv, sum_keys(d_rates), in_channels, 2, traits.CHANNELS, traits)
     if d_initial is not None:
         if segment == 0:
-            d_initial_at = tile_at(
-                d_initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1
-            )
-            tl.store(d_initial_at, dS, mask=in_state)
+            tl.store(state_at(d_initial, sequence, hv, n, vi, traits), dS, mask=in_state)

@@ -19,11 +19,11 @@ from deltazoo.backends.triton.element.kernels.tile import (
     locate_tile,
     locate_tokens,
     log2_decay,
+    slot_at,
     slot_offset,
-    state_offset,
+    state_at,
     store_row,
     sum_keys,
-    tile_at,
 )
 
 
@@ -60,19 +60,17 @@ def element_scan_kernel(
     n, vi, hv, h, in_keys, in_values, in_channels, _ = locate_tile(traits)
     sequence, segment, start, first, last, is_last, slot = locate_tokens(cu, T, N, segments, traits)
     in_state = in_keys & in_values & in_channels
-    SIZE: tl.constexpr = traits.HV * traits.K * traits.V
     GROUP: tl.constexpr = traits.GROUP
     AHEAD: tl.constexpr = max(traits.GROUP, traits.CHECKPOINT_TOKENS)  # tokens that are prefetched together
     AXIS: tl.constexpr = 1 if traits.V > 1 else 2  # the contiguous axis of v
     LENGTH: tl.constexpr = traits.V if traits.V > 1 else traits.CHANNELS
-    in_rows = slot_offset(hv, n, vi, traits)
-    segment_offset = tl.cast(sequence * segments + segment, tl.int64) * SIZE
+    offsets = slot_offset(hv, n, vi, traits)
+    segment_slot = sequence * segments + segment
     S = empty_state(traits)
     if starts is not None:
-        S += tl.load(tile_at(starts + segment_offset, in_rows, 2, traits.CHANNELS), mask=in_state, other=0.0)
+        S += tl.load(slot_at(starts, segment_slot, offsets, traits), mask=in_state, other=0.0)
     elif initial is not None:
-        initial_at = tile_at(initial + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
-        S += tl.load(initial_at, mask=in_state, other=0.0)
+        S += tl.load(state_at(initial, sequence, hv, n, vi, traits), mask=in_state, other=0.0)
     rates = load_rates(log_decay, rate, hv, n, in_keys, in_channels, traits)
     total = tl.sum(empty_state(traits), 1, keep_dims=True)
     for t in range(first, last, traits.GROUP):
@@ -100,9 +98,8 @@ def element_scan_kernel(
                 # ptxas issues each load just before its use (72 registers instead of 229). Mamba-1 on an H100,
                 # 8 x 4096 tokens, width 4096, N = 16: 3.98 ms without, 1.13 ms for the forward with checkpoints.
                 if (save != 0) & ((t + i - start) % traits.CHECKPOINT_TOKENS == 0) & (t + i < last):
-                    saved_row = tl.cast(slot + (t + i - start) // traits.CHECKPOINT_TOKENS, tl.int64) * SIZE
-                    saved_at = tile_at(checkpoints + saved_row, in_rows, 2, traits.CHANNELS)
-                    tl.store(saved_at, S, mask=in_state)
+                    saved_slot = slot + (t + i - start) // traits.CHECKPOINT_TOKENS
+                    tl.store(slot_at(checkpoints, saved_slot, offsets, traits), S, mask=in_state)
             if ends is None and traits.READ_BEFORE:
                 outputs = outputs + (sum_keys(S * qs[i].to(tl.float32)) * scale,)
             l = log2_decay(decays[i], rates, traits)
@@ -116,11 +113,10 @@ def element_scan_kernel(
                 in_row = in_values & in_channels & (t + i < last)
                 store_row(o, row, i, traits.HV * traits.V, hv * traits.V + vi, outputs[i], in_row, AXIS, LENGTH, traits)
     if ends is not None:
-        tl.store(tile_at(ends + segment_offset, in_rows, 2, traits.CHANNELS), S, mask=in_state)
+        tl.store(slot_at(ends, segment_slot, offsets, traits), S, mask=in_state)
         product = tl.exp2(total) + tl.zeros_like(S)
         if traits.DECAY == "none":
             product = tl.zeros_like(S) + 1.0
-        tl.store(tile_at(maps + segment_offset, in_rows, 2, traits.CHANNELS), product, mask=in_state)
+        tl.store(slot_at(maps, segment_slot, offsets, traits), product, mask=in_state)
     elif is_last:
-        final_at = tile_at(final + tl.cast(sequence, tl.int64) * SIZE, state_offset(hv, n, vi, traits), 0, 1)
-        tl.store(final_at, S, mask=in_state)
+        tl.store(state_at(final, sequence, hv, n, vi, traits), S, mask=in_state)

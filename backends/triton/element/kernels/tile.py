@@ -280,12 +280,20 @@ def load_value(x, row, i: tl.constexpr, in_time, hv, vi, in_values, in_channels,
 
 
 @triton.jit
-def state_offset(hv, n, vi, traits: tl.constexpr):
-    """Return the offsets of a tile in a state [HV, K, V]."""
-    return (hv * traits.K + n) * traits.V + vi
+def state_at(base, sequence, hv, n, vi, traits: tl.constexpr):
+    """Return the pointers of a tile of states [N, HV, K, V]."""
+    SIZE: tl.constexpr = traits.HV * traits.K * traits.V
+    return tile_at(base + tl.cast(sequence, tl.int64) * SIZE, (hv * traits.K + n) * traits.V + vi, 0, 1)
 
 
 @triton.jit
 def slot_offset(hv, n, vi, traits: tl.constexpr):
     """Return the offsets of a tile in a checkpoint [K, V, HV], where adjacent lanes store adjacent channels."""
     return (n * traits.V + vi) * traits.HV + hv
+
+
+@triton.jit
+def slot_at(base, slot, offsets, traits: tl.constexpr):
+    """Return the pointers of a tile of checkpoints or segments [slots, K, V, HV]. offsets: `slot_offset`."""
+    SIZE: tl.constexpr = traits.HV * traits.K * traits.V
+    return tile_at(base + tl.cast(slot, tl.int64) * SIZE, offsets, 2, traits.CHANNELS)
