@@ -86,20 +86,16 @@ def lower(spec: UpdateSpec, inputs: UpdateInputs, config: str) -> Lowered:
         inputs = _in_float32(inputs)
     n = micro_steps(spec, channel)
     x, kind = _lower(spec, inputs, config, channel, n)
-    read = 0 if spec.read == "before" else n - 1
-    return Lowered(_by_micro_steps(spec, x, n) if n > 1 else x, kind, n, read, T, K, V, dtype)
+    if n > 1:
+        x = _by_micro_steps(spec, x, n)
+    return Lowered(_padded(x), kind, n, 0 if spec.read == "before" else n - 1, T, K, V, dtype)
 
 
 def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, channel: bool, n: int) -> tuple[ScanOperands, ScanKind]:
+    """Build the operands, without padding; the micro-steps of those that have them are an axis after the time."""
     # the kernels for scalar decays and strengths compute the step sizes of EFLA and Longhorn
     in_kernel = spec.reparam != "none" and spec.beta != "channel" and not channel
-    erase: Tensor | None
-    write: Tensor | None
-    if in_kernel:
-        erase = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32) if inputs.beta is None else inputs.beta
-        write = erase
-    else:
-        erase, write = strengths(spec, inputs, _strength_dtype(spec, inputs))
+    erase, write = _strengths(spec, inputs, in_kernel)
     tied = write is erase and write is not None
     q, k, v, e = inputs.q, inputs.k, inputs.v, inputs.erase_key
     erase_channels = False
@@ -123,28 +119,11 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, channel: bool, n
     log_decay = inputs.log_decay
     if log_decay is not None and log_decay.dim() == 2:
         log_decay = log_decay.expand(*q.shape[:2], *log_decay.shape)
-    K, V = q.shape[-1], v.shape[-1]
-    to_K, to_V = -K % 8, -V % 8
-
-    def flat(x: Tensor, extra: int = 0) -> Tensor:
-        x = x.flatten(1, 2) if n > 1 else x
-        return pad(x, (0, extra)) if extra else x
-
-    state = inputs.state
-    if state is not None and (to_K or to_V):
-        state = pad(state, (0, to_V, 0, to_K))
     operands = ScanOperands(
-        q=pad(q, (0, to_K)) if to_K else q,
-        k=flat(k, to_K),
-        v=flat(v, to_V),
-        log_decay=pad(log_decay, (0, to_K)) if to_K and log_decay is not None and log_decay.dim() == 4 else log_decay,
-        b=None if erase is None else flat(erase),
-        w=None if tied or write is None else flat(write),
-        e=None if e is None else flat(e, to_K),
-        v_key=None if v_key is None else flat(v_key, to_K),
-        state=state,
+        q=q, k=k, v=v, log_decay=log_decay, b=erase, w=None if tied else write, e=e, v_key=v_key, state=inputs.state,
         cu_seqlens=inputs.cu_seqlens,
-    )
+    )  # fmt: skip
+    K = q.shape[-1]
     return operands, ScanKind(
         delta=spec.transition != "additive",
         erase_from=spec.erase_from,
@@ -156,6 +135,16 @@ def _lower(spec: UpdateSpec, inputs: UpdateInputs, config: str, channel: bool, n
         reparam=spec.reparam if in_kernel else "none",
         erase_channels=erase_channels,
     )
+
+
+def _strengths(spec: UpdateSpec, inputs: UpdateInputs, in_kernel: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the strengths of erase and write; with `in_kernel` beta, from which the kernels compute both."""
+    if not in_kernel:
+        return strengths(spec, inputs, _strength_dtype(spec, inputs))
+    beta = inputs.beta
+    if beta is None:
+        beta = inputs.v.new_ones(inputs.v.shape[:-1], dtype=torch.float32)
+    return beta, beta
 
 
 def _strength_dtype(spec: UpdateSpec, inputs: UpdateInputs) -> torch.dtype | None:
@@ -214,7 +203,7 @@ def computes_in_float32(spec: UpdateSpec, K: int, dtype: torch.dtype, channel: b
 
 
 def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
-    """Spread q and log_decay over the n micro-steps of a token: the decay on the first, the read on the last.
+    """Flatten the n micro-steps of a token into time; the first has its decay, the last its read.
 
     A read before the update is on the first micro-step.
     """
@@ -224,11 +213,34 @@ def _by_micro_steps(spec: UpdateSpec, x: ScanOperands, n: int) -> ScanOperands:
         """[B, T, ...] -> [B, T n, ...], zero except at micro-step `at`."""
         return pad(y.unsqueeze(2), (0, 0) * (y.dim() - 2) + (at, n - 1 - at)).flatten(1, 2)
 
+    def flat(y: Tensor | None) -> Any:
+        """[B, T, n, ...] -> [B, T n, ...]."""
+        return None if y is None else y.flatten(1, 2)
+
     decay = x.log_decay
     if decay is not None:
         decay = spread(decay.expand(B, T, -1) if decay.dim() == 1 else decay, 0)
-    cu = None if x.cu_seqlens is None else x.cu_seqlens * n
-    return x._replace(q=spread(x.q, 0 if spec.read == "before" else n - 1), log_decay=decay, cu_seqlens=cu)
+    return x._replace(
+        q=spread(x.q, 0 if spec.read == "before" else n - 1), k=flat(x.k), v=flat(x.v), log_decay=decay,
+        b=flat(x.b), w=flat(x.w), e=flat(x.e), v_key=flat(x.v_key),
+        cu_seqlens=None if x.cu_seqlens is None else x.cu_seqlens * n,
+    )  # fmt: skip
+
+
+def _padded(x: ScanOperands) -> ScanOperands:
+    """Pad the widths with zeros to multiples of 8."""
+    to_K, to_V = -x.q.shape[-1] % 8, -x.v.shape[-1] % 8
+    if not (to_K or to_V):
+        return x
+
+    def keys(y: Tensor | None) -> Any:
+        return y if y is None or not to_K else pad(y, (0, to_K))
+
+    return x._replace(
+        q=keys(x.q), k=keys(x.k), v=pad(x.v, (0, to_V)) if to_V else x.v,
+        log_decay=keys(x.log_decay) if x.decay == "channel" else x.log_decay, e=keys(x.e), v_key=keys(x.v_key),
+        state=None if x.state is None else pad(x.state, (0, to_V, 0, to_K)),
+    )  # fmt: skip
 
 
 def _in_float32(inputs: UpdateInputs) -> UpdateInputs:
