@@ -153,33 +153,13 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
     states, slots = operands.states.to(torch.float64, copy=True), operands.slots
     n = step.spec.householders
     q, k, v = _project(step, x, slots)
-    update: dict[str, Tensor] = {}
+    gates, dt = _gates(step, x)
     skipped = v
-    if x.beta is not None:
-        beta = x.beta.sigmoid().clamp(max=step.beta_max)
-        update["beta"] = torch.unflatten(beta, -1, (n, -1)) if n > 1 else beta
-    if x.erase is not None and x.write is not None:
-        heads = (n, step.HV, -1) if n > 1 else (step.HV, -1)
-        for name in ("erase", "write"):
-            update[name] = torch.unflatten(getattr(x, name).sigmoid().clamp(max=step.beta_max), -1, heads)
-    if x.log_decay is not None:
-        update["log_decay"] = x.log_decay
-    if x.decay is not None and step.temperature is not None:
-        raw = torch.unflatten(x.decay, -1, (step.HV, step.K)) if step.spec.decay == "channel" else x.decay
-        update["log_decay"] = F.logsigmoid(raw) / step.temperature
-    if x.decay is not None and x.A_log is not None and x.dt_bias is not None:
-        rate, raw = x.A_log.exp(), x.decay + x.dt_bias
-        if step.spec.decay == "channel":
-            rate, raw = rate[:, None], torch.unflatten(raw, -1, (step.HV, step.K))
-        dt = F.softplus(raw)
-        update["log_decay"] = -rate * dt if step.decay_bound is None else step.decay_bound * (rate * raw).sigmoid()
-        if step.scale_v_by_dt:
-            v = v * (dt[:, :, None, :, None] if n > 1 else dt[..., None])
-    if x.feedback is not None and x.correction is not None:
-        update["write"] = update.pop("beta")
-        update["erase"] = x.feedback.sigmoid().repeat_interleave(step.HV // step.H) * update["write"]
+    if step.scale_v_by_dt and dt is not None:
+        v = v * (dt[:, :, None, :, None] if n > 1 else dt[..., None])
+    if x.correction is not None:
         q = q - x.correction[:, None] * (k[:, :, -1] if n > 1 else k)
-    o = ReferenceBackend().step_(step.spec, UpdateInputs(q, k, v, **update), states, slots)
+    o = ReferenceBackend().step_(step.spec, UpdateInputs(q, k, v, **gates), states, slots)
     o = o if x.skip is None else o + x.skip[:, None] * skipped
     gate = None if x.gate is None else _GATES[step.gate](x.gate.view(o.shape))
     o = o * gate if gate is not None and step.gate_first else o
@@ -189,6 +169,35 @@ def reference_step(step: FusedDecodeStep, operands: FusedOperands) -> tuple[Tens
         o = o if x.norm_bias is None else o + x.norm_bias.view(-1, step.V)
     o = o * gate if gate is not None and not step.gate_first else o
     return o, FusedOperands(x, states, slots)
+
+
+def _gates(step: FusedDecodeStep, x: FusedDecodeInputs) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return the operands of the update beside q, k and v, and dt, the step of a decay with A_log."""
+    n, by_channel = step.spec.householders, step.spec.decay == "channel"
+    gates: dict[str, Tensor] = {}
+    if x.beta is not None:
+        beta = x.beta.sigmoid().clamp(max=step.beta_max)
+        gates["beta"] = torch.unflatten(beta, -1, (n, -1)) if n > 1 else beta
+    if x.erase is not None and x.write is not None:
+        heads = (n, step.HV, -1) if n > 1 else (step.HV, -1)
+        for name in ("erase", "write"):
+            gates[name] = torch.unflatten(getattr(x, name).sigmoid().clamp(max=step.beta_max), -1, heads)
+    if x.feedback is not None:
+        gates["write"] = gates.pop("beta")
+        gates["erase"] = x.feedback.sigmoid().repeat_interleave(step.HV // step.H) * gates["write"]
+    if x.log_decay is not None:
+        gates["log_decay"] = x.log_decay
+    if x.decay is not None and step.temperature is not None:
+        raw = torch.unflatten(x.decay, -1, (step.HV, step.K)) if by_channel else x.decay
+        gates["log_decay"] = F.logsigmoid(raw) / step.temperature
+    if x.decay is None or x.A_log is None or x.dt_bias is None:
+        return gates, None
+    rate, raw = x.A_log.exp(), x.decay + x.dt_bias
+    if by_channel:
+        rate, raw = rate[:, None], torch.unflatten(raw, -1, (step.HV, step.K))
+    dt = F.softplus(raw)
+    gates["log_decay"] = -rate * dt if step.decay_bound is None else step.decay_bound * (rate * raw).sigmoid()
+    return gates, dt
 
 
 def fused_cases(
