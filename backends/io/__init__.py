@@ -1,1 +1,1 @@
-"""Errors, frozen configs, YAML text, output paths and progress reports. Nothing here computes or knows a spec."""
+"""Errors, frozen configs, YAML text, output paths and progress reports. Nothing here computes or depends on a spec."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 def place_as(like: Tensor, tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, placed as `like` is, or the tensor if `like` is not sharded.
 
-    Every rank has the whole tensor: nothing is communicated. The part has memory of its own.
+    Every rank has the whole tensor: nothing is communicated. The part does not share its memory.
     """
     if type(like) in (Tensor, nn.Parameter):
         return tensor

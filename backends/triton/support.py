@@ -41,7 +41,7 @@ class Support(NamedTuple):
     aligned: bool = False
 
     def takes(self, problem: Problem, device: DeviceSpec, chunk: int) -> bool:
-        """Whether the kernel takes a problem on a device with chunks of so many tokens."""
+        """Whether the kernel takes a problem on a device with chunks of `chunk` tokens."""
         if self.architectures and architecture(device) not in self.architectures:
             return False
         if not self.is_for(problem) or problem.dtype not in self.dtypes:
@@ -82,9 +82,9 @@ class Span(NamedTuple):
     Args:
         segments: segments of a window, computed in parallel. chunks: per segment; 0: the window is one segment.
         checkpoint_chunks: chunks between two checkpoints that are stored or loaded; 0: none.
-        unit: windows end at multiples of so many chunks. windows: windows of a sequence. window: which of them.
+        unit: chunks; windows end at multiples of it. windows: windows of a sequence. window: the index of this one.
         slots: chunk slots of the window.
-        narrow_tile_min_chunks: sequences of at least so many chunks have a program for each narrow tile; 0: none has.
+        narrow_tile_min_chunks: the least chunks of a sequence that has a program for each narrow tile; 0: none has.
     """
 
     segments: int = 1

@@ -38,7 +38,7 @@ def key_tiles(K: int) -> tuple[int, int]:
 
 
 def most_registers(warps: int) -> int:
-    """Return the most registers per thread that a program of so many warps can have.
+    """Return the most registers per thread of a program of `warps` warps.
 
     Kernels with many live values ask for them: by default ptxas 12.8 and 12.9 used 32 or 40 registers for some, and
     spilled 13 to 92 KB per thread (docs/compiler-bugs.md).

@@ -43,7 +43,7 @@ def check_integer(name: str, value: object, minimum: int = 1) -> None:
 
 
 def check_type(name: str, value: object, types: type | UnionType, rule: str) -> None:
-    """Raise InputError unless `value` has one of the types. Args: rule: the types in words, such as "a path"."""
+    """Raise InputError unless `value` has one of the types. Args: rule: the types as a phrase, such as "a path"."""
     if not isinstance(value, types):
         raise InputError(f"{name} must be {rule}, got {cut(value)}")
 

@@ -236,7 +236,7 @@ def test_prefill_continues_from_cached_keys(case):
     ],
 )
 def test_decoded_tokens_update_the_cache_in_place(case, splits, most, monkeypatch):
-    """most: matrices of so many tokens update the cached keys together. The third row has a token every other time."""
+    """most: tokens whose matrices update the cached keys together. The third row has a token every other time."""
     monkeypatch.setattr(path_decode_op, "_MIN_SLOTS", 16)
     device = path_decode_op.device_spec(None if INTERPRETED else 0)
     device = device._replace(processors=splits * case.B * case.G)

@@ -76,7 +76,7 @@ class Attempt:
         return [int(path.stem) for path in {*self.rows.glob("*.jsonl")} - self.earlier]
 
     def wait_for_steps(self, steps: int) -> bool:
-        """Wait until a process has read so many steps; return False if the run ends before."""
+        """Wait until a process has read `steps` steps; return False if the run ends before."""
         while self.process.poll() is None:
             new = {*self.rows.glob("*.jsonl")} - self.earlier
             if any(path.read_bytes().count(b"\n") >= steps for path in new):

@@ -99,7 +99,7 @@ class Operands(NamedTuple):
         return self.q.shape[0] if self.cu is None else self.cu.shape[0] - 1
 
     def slots(self, tile: int) -> int:
-        """Return the number of tiles of the queries, or as many keys, of all sequences."""
+        """Return the number of tiles of `tile` queries or keys of all sequences."""
         return slots_of(tile, self.q.shape[1], self.sequences, self.cu is not None)
 
     def unit(self) -> int:

@@ -1,6 +1,6 @@
 """Operator and launch of a decode step of PaTH attention. Triton is imported when a kernel first runs.
 
-C at most so many matrices are pending, B batch, S slots, H query heads, G key-value heads, D key width, V value width
+C the most pending matrices, B batch, S slots, H query heads, G key-value heads, D key width, V value width
 """
 
 from typing import Any, NamedTuple

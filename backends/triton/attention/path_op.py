@@ -143,7 +143,7 @@ class _Launcher:
         self.run(path_move_kernel, self.tree_slots[0] * self.traits.H, self.config.move)
 
     def attend(self, kernel: Any, launch: PathLaunch, tile: int, heads: int) -> None:
-        """Launch a flash kernel with a program for each tile of so many tokens and each head."""
+        """Launch a flash kernel with a program for each tile of `tile` tokens and each head."""
         self.run(kernel, self.slots(tile) * heads, launch.warps, launch=launch)
 
     def differentiate_preparation(self) -> None:

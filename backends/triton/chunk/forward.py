@@ -24,8 +24,9 @@ def segment_states(like: Tensor, p: Problem, slots: int, chunks: int) -> tuple[T
     """Allocate the states at the start of each segment, [segments, HV, V, K], and its contribution and map.
 
     The second tensor [segments, HV, V + K, K] holds what a segment adds to the state above the map from the state at
-    its start to the one at its end. `slots` chunks of N sequences are at most slots / chunks + N segments of so many
-    chunks; 0: no segments, and no tensors.
+    its start to the one at its end. N sequences of `slots` chunks in all have at most slots / chunks + N segments.
+
+    Args: chunks: per segment; 0: no segments, and no tensors.
     """
     if not chunks:
         return None, None

@@ -158,7 +158,7 @@ def _segment_chunks(problem: Problem, device: DeviceSpec) -> int:
 
 
 def segments_fit(problem: Problem, segments: int, scratch: int) -> int:
-    """The most chunks per segment, a power of two, with which a window of the backward holds so many segments.
+    """The most chunks per segment, a power of two, with which a window of the backward holds `segments` segments.
 
     Otherwise a window of a long sequence has too few segments to occupy the device.
     """

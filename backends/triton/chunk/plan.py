@@ -87,8 +87,8 @@ class Plan(NamedTuple):
         checkpoint_chunks: chunks between two checkpoints of the state; 0: none is stored.
         forward_segment_chunks, segment_chunks: chunks per segment in the forward and in the backward if the segments of
             a sequence are computed in parallel, else 0.
-        forward_narrow_min_chunks, narrow_min_chunks: the scan and the reverse scan have a program for every narrow tile
-            of values of a sequence of at least so many chunks, for every wide tile of a shorter one; 0: wide alone.
+        forward_narrow_min_chunks, narrow_min_chunks: the least chunks of a sequence for which the scan and the reverse
+            scan have a program for every narrow tile of values; a shorter one has them for wide tiles; 0: wide alone.
         windows: of the backward; None: it has none, because one launch does without scratch.
         sums: None without a backward.
         carried: the state before each sequence comes from other ranks, after the segments are computed (carried.py).

@@ -1,1 +1,1 @@
-"""Launching, replaying and compiling kernels, and the tables of measured launches. Nothing here knows an operator."""
+"""Launching, replaying and compiling kernels, and tables of measured launches. Nothing here depends on an operator."""

@@ -67,7 +67,7 @@ class Key(BaseModel):
 
 
 def key_of(kernel: str, problem: Problem, segment_chunks: int) -> Key:
-    """Classify a problem for one kernel, with segments of so many chunks (0: none)."""
+    """Classify a problem for one kernel. segment_chunks: chunks per segment; 0: no segments."""
     chunks = max(1, cdiv(problem.T, 64) // (max(1, problem.N) if problem.packed else 1))
     rows = problem.N * problem.HV
     programs = {

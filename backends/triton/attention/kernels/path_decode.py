@@ -21,7 +21,7 @@ class DecodeTraits(NamedTuple):
 
     Args:
         H, G, D, V: sizes. BR, BD, BV: the powers of two from R, D and V on. BS: slots of a tile.
-        C: at most so many matrices are pending. STAGES: of the software pipeline of the cache.
+        C: the most pending matrices. STAGES: of the software pipeline of the cache.
         SCALE: factor of the scores.
     """
 

@@ -86,7 +86,7 @@ def locate_scratch_chunk(
 
 @gluon.jit
 def allocate_tile(dtype: gl.constexpr, COLUMNS: gl.constexpr = 64, NUM_STAGES: gl.constexpr = 0):
-    """Allocate a tile [64, COLUMNS], of 16 or 64 columns, or with NUM_STAGES a ring buffer of so many."""
+    """Allocate a tile [64, COLUMNS], of 16 or 64 columns, or with NUM_STAGES a ring buffer of NUM_STAGES tiles."""
     layout: gl.constexpr = SMEM_TILE_N16 if COLUMNS == 16 else SMEM_TILE
     if NUM_STAGES > 0:
         tile = gl.allocate_shared_memory(dtype, [NUM_STAGES, 64, COLUMNS], layout)
