@@ -63,16 +63,26 @@ def save_pretrained(
     tensors = model.state_dict()
     rules = found.rules(model.spec)
     check_rules(rules, tensors)
-    sources: dict[str, Rule] = {}
-    sizes: dict[str, int] = {}
-    with torch.device("meta"):
-        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    for rule in rules:
-        for name, tensor in rule.write(shapes).items():
-            sources[name], sizes[name] = rule, tensor.numel() * tensor.element_size()
     kept = origin.fields if origin else {}
     constants = found.constants(model.spec, {**kept, **config})
-    sizes |= {name: tensor.numel() * tensor.element_size() for name, tensor in constants.items()}
+    _write_weights(target, rules, tensors, constants, max_shard_bytes)
+    dtype = str(tensors["embedding.weight"].dtype).removeprefix("torch.")
+    if model.tokenizer is not None:
+        model.tokenizer.copy_files(target)
+    write_json(target / CONFIG, {**kept, **config, "architectures": [found.architecture], "dtype": dtype})
+
+
+def _write_weights(
+    target: Path, rules: list[Rule], tensors: dict[str, Tensor], constants: dict[str, Tensor], max_shard_bytes: int
+) -> None:
+    """Create the folder, and write its tensors in shards, and with several shards their index."""
+    sources: dict[str, Rule] = {}
+    sizes: dict[str, int] = {}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    for rule in rules:
+        for name, tensor in rule.write(shapes).items():
+            sources[name], sizes[name] = rule, tensor.nbytes
+    sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
     files = shards(sizes, max_shard_bytes)
     names = shard_names(len(files))
     output_folder(target)
@@ -83,13 +93,10 @@ def save_pretrained(
         weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
         metadata = {"total_size": sum(sizes.values())}
         write_json(target / f"{SAFETENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map})
-    dtype = str(tensors["embedding.weight"].dtype).removeprefix("torch.")
-    if model.tokenizer is not None:
-        model.tokenizer.copy_files(target)
-    write_json(target / CONFIG, {**kept, **config, "architectures": [found.architecture], "dtype": dtype})
 
 
 def _tensors(names: list[str], sources: dict[str, Rule], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield these tensors of the folder by name. Tensors of one rule that follow each other are computed together."""
     written: dict[str, Tensor] = {}
     last: Rule | None = None
     for name in names:
