@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.fast_weights.kernels.tiles import chunk_rows, load_span, product
+from deltazoo.backends.triton.fast_weights.kernels.tiles import chunk_rows, count_chunks, load_span, product
 
 PRECISE = tl.constexpr("tf32x3")  # products of coefficients, which all reads of a chunk depend on
 
@@ -173,7 +173,7 @@ def memory_gates_kernel(eta, theta, alpha, spans, coefficients, rows, slots, par
     n = index // traits.H
     h = index % traits.H
     start, tokens, place, fresh = load_span(spans, n)
-    count = tl.where(tokens > 0, tl.cdiv(place + tokens, traits.M), 0)
+    count = count_chunks(tokens, place, traits.M)
     m = tl.arange(0, BLOCK_M)
     for i in range(tl.program_id(0) % parts, count, parts):
         row, present = chunk_rows(start, tokens, place, i, rows, traits.M, BLOCK_M)
@@ -205,7 +205,7 @@ def memory_gates_backward_kernel(
     n = index // H
     h = index % H
     start, tokens, place, fresh = load_span(spans, n)
-    count = tl.where(tokens > 0, tl.cdiv(place + tokens, traits.M), 0)
+    count = count_chunks(tokens, place, traits.M)
     m = tl.arange(0, BLOCK_M)
     is_end = m == BLOCK_M - 1
     for i in range(tl.program_id(0) % parts, count, parts):

@@ -12,6 +12,7 @@ import triton.language as tl
 from deltazoo.backends.triton.fast_weights.kernels.gates import load_coefficients
 from deltazoo.backends.triton.fast_weights.kernels.tiles import (
     chunk_rows,
+    count_chunks,
     load_matrix,
     load_span,
     load_tokens,
@@ -99,7 +100,7 @@ def neural_memory_kernel(
     n = index // H
     h = index % H
     start, tokens, place, fresh = load_span(spans, n)
-    count = tl.where(tokens > 0, tl.cdiv(place + tokens, M), 0)
+    count = count_chunks(tokens, place, M)
     M1_tile = load_layer(first1, M1, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE)
     S1_tile = load_layer(None, S1, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE)
     if traits.DEPTH == 2:

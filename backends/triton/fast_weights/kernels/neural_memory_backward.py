@@ -22,6 +22,7 @@ from deltazoo.backends.triton.fast_weights.kernels.neural_memory import (
 )
 from deltazoo.backends.triton.fast_weights.kernels.tiles import (
     chunk_rows,
+    count_chunks,
     load_matrix,
     load_span,
     load_tokens,
@@ -132,7 +133,7 @@ def neural_memory_backward_kernel(
         n = index // H
         h = index % H
         start, tokens, place, fresh = load_span(spans, n)
-        count = tl.where(tokens > 0, tl.cdiv(place + tokens, M), 0)
+        count = count_chunks(tokens, place, M)
         segments = tl.cdiv(count, SEGMENT)
         for j in range(0, segments):
             segment_start = (segments - 1 - j) * SEGMENT

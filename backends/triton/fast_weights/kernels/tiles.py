@@ -15,6 +15,12 @@ def load_span(spans, n):
 
 
 @triton.jit
+def count_chunks(tokens, place, M: tl.constexpr):
+    """Return the number of chunks of a span whose first token is at `place` of its chunk."""
+    return tl.where(tokens > 0, tl.cdiv(place + tokens, M), 0)
+
+
+@triton.jit
 def chunk_rows(start, tokens, place, i, rows, M: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the rows of the tokens of chunk i, [BLOCK_M], and where there is a token."""
     m = tl.arange(0, BLOCK_M)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from deltazoo.backends.triton.fast_weights.kernels.tiles import (
     chunk_rows,
+    count_chunks,
     load_matrix,
     load_span,
     load_tokens,
@@ -132,7 +133,7 @@ def ttt_linear_kernel(
     next_k = load_tokens(k, row, present, h, H, E, BLOCK_E)
     next_v = load_tokens(v, row, present, h, H, E, BLOCK_E)
     next_eta = tl.load(eta + row * H + h, mask=present, other=0.0)
-    count = tl.where(tokens > 0, tl.cdiv(place + tokens, M), 0)
+    count = count_chunks(tokens, place, M)
     for i in range(0, count):
         q_tile = next_q.to(tl.float32)
         k_tile = next_k.to(tl.float32)
@@ -207,7 +208,7 @@ def ttt_linear_backward_kernel(
     d_p_last = 0.0
     gain_sum = tl.zeros([BLOCK_E], tl.float32)
     bias_sum = tl.zeros([BLOCK_E], tl.float32)
-    count = tl.where(tokens > 0, tl.cdiv(place + tokens, M), 0)
+    count = count_chunks(tokens, place, M)
     row, present = chunk_rows(start, tokens, place, count - 1, rows, M, BLOCK_M)
     next_q = load_tokens(q, row, present, h, H, E, BLOCK_E)
     next_k = load_tokens(k, row, present, h, H, E, BLOCK_E)
