@@ -10,6 +10,8 @@ from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update import registry
+from deltazoo.blocks.generation import decoder
+from deltazoo.blocks.generation.engine import drafts, steps
 from deltazoo.blocks.generation.engine.steps import step_sizes
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
@@ -449,3 +451,22 @@ def test_captured_steps_give_the_tokens_of_runs_alone(model, seed):
         expected = alone(model, request.prompt, request.sampling)
         assert request.error is None
         assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_no_step_is_captured_after_the_warm_up(model, speculate, monkeypatch):
+    engine = make(model.cuda().rebind(None), step_tokens=40, speculate=speculate)
+    engine.warm_up()
+
+    def fail(*arguments, **settings):
+        raise AssertionError("captured after the warm-up")
+
+    for part in (steps, decoder, drafts):
+        monkeypatch.setattr(part, "capture", fail)
+    for sampling in (Sampling(temperature=0), Sampling(temperature=0.8), Sampling(top_p=0.8, temperature=0.8)):
+        for count in (1, 3, 4, 2):
+            for n in range(count):
+                engine.submit(draw(9 * n + 1, n), sampling.model_copy(update={"max_tokens": 5 + n}))
+            run(engine)

@@ -14,7 +14,7 @@ from deltazoo.backends.torch_ext.cuda_graph import capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import Buffers, Decoder
 from deltazoo.blocks.generation.engine.drafts import Pass
 from deltazoo.blocks.generation.engine.pool import Pool
-from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, DrawKind, Drawn, draw
+from deltazoo.blocks.generation.engine.row_sampling import DrawKind, Drawn, draw
 from deltazoo.blocks.generation.fingerprint import runs_python_code
 from deltazoo.blocks.model.interface import TokenModel
 from deltazoo.mixers.core.mixer import Context
@@ -66,25 +66,33 @@ class Steps:
         if not self._captures:
             return draw(pool.draw_buffers(pool.width, drafted), kind)
         key = pool, pool.width, kind, drafted
-        if key not in self._draws:
-            self._draws[key] = _captured_draw(pool.draw_buffers(pool.width, drafted), kind)
-        replay, result = self._draws[key]
+        replay, result = self._draw(*key)
         replay()
         return result[-1]
 
     def warm_up_decoding(self, pool: Pool) -> None:
-        """Make the decoders and passes of all sizes."""
+        """Make the decoders and passes of all sizes, and the usual draws."""
         for rows in pool.sizes or ():
-            if pool.drafted(rows):
+            drafted = pool.drafted(rows)
+            if drafted:
                 self._pass(pool, rows)
             else:
                 self._decoder(pool, rows)
+            self._warm_up_draws(pool, rows, drafted)
 
     def warm_up_reading(self, pool: Pool) -> None:
-        """Make the graphs of pieces of all sizes."""
+        """Make the graphs of pieces of all sizes, and the usual draws."""
         if self._captures:
             for rows, tokens in itertools.product(pool.sizes or (), self._token_sizes):
                 self._reader(pool, rows, tokens)
+            for rows in pool.sizes or ():
+                self._warm_up_draws(pool, rows, 0)
+
+    def _warm_up_draws(self, pool: Pool, rows: int, drafted: int) -> None:
+        """Make the draws of requests without penalties and log-probabilities: greedy, sampled, and with filters."""
+        if self._captures:
+            for kind in (DrawKind(), DrawKind(samples=True), DrawKind(samples=True, filters=True)):
+                self._draw(pool, rows, kind, drafted)
 
     def _decoder(self, pool: Pool, rows: int) -> Decoder:
         if rows not in self._decoders:
@@ -108,6 +116,18 @@ class Steps:
                 passes.warm_up()
             self._passes[rows] = passes
         return self._passes[rows]
+
+    def _draw(self, pool: Pool, rows: int, kind: DrawKind, drafted: int) -> tuple[Callable[[], object], list[Drawn]]:
+        """Capture a draw in a CUDA graph. The tensors that the warm-up changes are restored."""
+        key = pool, rows, kind, drafted
+        if key not in self._draws:
+            buffers, result = pool.draw_buffers(rows, drafted), list[Drawn]()
+            changed = [buffers.tokens, buffers.seen, *(buffers.drafts or ())]
+            before = snapshot(changed)
+            replay = capture(lambda: result.append(draw(buffers, kind)), buffers.tokens.device, self._memory)
+            rollback_(changed, before)
+            self._draws[key] = replay, result[-1:]
+        return self._draws[key]
 
     def _reader(self, pool: Pool, rows: int, tokens: int) -> tuple[Tensor, Callable[[], object]]:
         """Capture the reading of pieces of T tokens in all. The warm-up has empty pieces, which leave the states."""
@@ -142,15 +162,6 @@ def _read(model: TokenModel, buffers: Buffers, packed: Tensor, tokens: int) -> N
     x_1TD, state = model.features(packed[None, :tokens], buffers.state, Context(cu_seqlens=bounds))
     overwrite_(buffers.state, state)
     buffers.logits.copy_(model.logits(x_1TD[0, last]))
-
-
-def _captured_draw(buffers: DrawBuffers, kind: DrawKind) -> tuple[Callable[[], object], list[Drawn]]:
-    """Capture a draw in a CUDA graph. The tensors that the warm-up changes are restored."""
-    result, changed = list[Drawn](), [buffers.tokens, buffers.seen, *(buffers.drafts or ())]
-    before = snapshot(changed)
-    replay = capture(lambda: result.append(draw(buffers, kind)), buffers.tokens.device)
-    rollback_(changed, before)
-    return replay, result[-1:]
 
 
 def step_sizes(least: int, most: int, halves: bool = True) -> list[int]:

@@ -1,4 +1,4 @@
-"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix | drafts]...
+"""Time the engine on a whole model: python engine.py [MODEL] [warm | decode | serve | few | prefix | drafts | all]...
 
 bf16, random weights, greedy. Prints rows of
 
@@ -9,6 +9,9 @@ prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens 
     submitted together and one after the other, and the seconds, with and without reuse.
 drafts: texts of 1 and 8 requests that repeat themselves after 50 tokens, so that their drafts are found, with and
     without passes of three drafts; then passes with 3 tokens each, forced, against plain steps of as many requests.
+all: drafts, pages and reuse of prefixes together, for a hybrid of MODEL's layers with attention in every fourth one:
+    16 requests with a common prefix of 4,096 tokens, whose continuations repeat themselves, against an engine without
+    drafts and reuse.
 few: serve with 128 requests and one batch.
 warm: only few tokens of each, to fill the caches of compilers.
 
@@ -28,6 +31,7 @@ import deltazoo
 from deltazoo import Engine, Sampling
 from deltazoo.blocks import Decoder, generate_tokens
 from deltazoo.blocks.generation.engine import pool, row_sampling
+from deltazoo.mixers import Attention
 
 SLOTS, REQUESTS, BATCHES = 64, 512, 2
 DRAFTED = 3
@@ -40,11 +44,11 @@ def build(name):
         return deltazoo.preset(name).build().to(torch.bfloat16).eval()
 
 
-def build_cyclic(name):
+def build_cyclic(name, **changes):
     """Build a model with untied embeddings, whose greedy continuation repeats a cycle of 50 tokens."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = deltazoo.preset(name).model_copy(update={"tied": False}).build()
+        model = deltazoo.preset(name).model_copy(update={"tied": False, **changes}).build()
     set_cycles(model)
     return model.to(torch.bfloat16).eval()
 
@@ -220,6 +224,25 @@ def looked_up(model, plain, engine, count):
             )
 
 
+def everything(model, count, prefix=4096, slots=16):
+    """Compare the tokens and the time of an engine with drafts, pages and reuse with one that has pages alone."""
+    rng, first = random.Random(5), []
+    common = tokens(rng, model, prefix)
+    prompts = [common + tokens(rng, model, rng.randint(1, 128)) for _ in range(slots)]
+    for name, settings in (("pages", {"prefix_bytes": 0}), ("pages, reuse and drafts", {"speculate": DRAFTED})):
+        engine = Engine(model, slots, 2048, slots * (prefix + 128 + count + 64), **settings)
+        engine.warm_up()
+        submitted = [engine.submit(prompt, Sampling(temperature=0, max_tokens=count)) for prompt in prompts]
+        taken = seconds(functools.partial(run, engine))
+        first = first or [request.tokens for request in submitted]
+        equal = sum(request.tokens == expected for request, expected in zip(submitted, first, strict=True))
+        row(
+            *("all", name, f"{slots} requests", f"{slots * count / taken:.0f} tokens/s", f"{taken:.3f} s"),
+            *(f"{engine.counts.read} tokens read", f"{engine.counts.tokens_per_pass or 1:.2f} tokens per pass"),
+            *(f"{equal} of {slots} equal", memory()),
+        )
+
+
 def memory():
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
@@ -228,10 +251,17 @@ def memory():
 
 def main():
     names = sys.argv[1:]
-    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix", "drafts")]
+    work = [name for name in names if name in ("warm", "decode", "serve", "few", "prefix", "drafts", "all")]
     model_name = next((name for name in names if name not in work), "gated-deltanet-1.3b")
     row(torch.cuda.get_device_name(), torch.__version__, model_name)
     start = time.perf_counter()
+    if "all" in work:
+        recurrent = deltazoo.preset(model_name)
+        layers = {**recurrent.layers, "attention": Attention(heads=16, head_width=128)}
+        model = build_cyclic(model_name, pattern=f"3*{recurrent.pattern} + attention", layers=layers)
+        everything(model, 32 if "warm" in work else 200)
+        row(f"{time.perf_counter() - start:.1f} s in all")
+        return
     model = build_cyclic(model_name) if "drafts" in work else build(model_name)
     if "drafts" in work:
         drafts(model, 8 if "warm" in work else 50)
