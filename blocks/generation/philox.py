@@ -33,16 +33,17 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     return [a, b, c, d]
 
 
-def uniforms(seed_B: Tensor, row_B: Tensor, start: int, count: int) -> Tensor:
+def uniforms(seed_B: Tensor, row_B: Tensor, start: int | Tensor, count: int) -> Tensor:
     """Return the random numbers of steps `start` to `start + count - 1` of each row, uniform in [0, 1).
 
     Args:
         seed_B: [B] int64, at least 0.
         row_B: [B] int64 in [0, 2^32): rows with equal seeds and different numbers here draw different numbers.
+        start: of all rows, or of each row, [B] int64.
     Returns: [N, B] float64, multiples of 2^-32, on the device of `seed_B`.
     """
-    step_N1 = torch.arange(start, start + count, device=seed_B.device)[:, None]
+    step_NB = torch.arange(count, device=seed_B.device)[:, None] + start
     zero = torch.zeros_like(seed_B)
-    counter = (step_N1 & _WORD, step_N1 >> 32, row_B, zero)
+    counter = (step_NB & _WORD, step_NB >> 32, row_B, zero)
     word_NB, *_ = philox(counter, (seed_B & _WORD, seed_B >> 32))
     return word_NB.double() * 2.0**-32

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update.check import check_integer, check_type
+from deltazoo.blocks.generation.engine.flight import Flight
+from deltazoo.blocks.generation.engine.job import Job
 from deltazoo.blocks.generation.engine.pages import row_states
-from deltazoo.blocks.generation.engine.pool import Job, Pool, grant_pages
+from deltazoo.blocks.generation.engine.pool import Pool, grant_pages
 from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, default_limit
 from deltazoo.blocks.generation.engine.request import (
     Continuation,
@@ -26,7 +28,7 @@ from deltazoo.blocks.generation.engine.request import (
     TokenLogprobs,
     check_prompt,
 )
-from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, REJECTED, DrawKind, Drawn
+from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, DrawKind
 from deltazoo.blocks.generation.engine.steps import Steps, step_sizes
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel, check_model
@@ -52,14 +54,6 @@ class EngineCounts(NamedTuple):
     def tokens_per_pass(self) -> float | None:
         """Mean number of tokens of a pass with drafts, from 1 to 1 + the number of drafts; None without passes."""
         return self.passed / self.passes if self.passes else None
-
-
-class _Flight(NamedTuple):
-    """Drawn tokens on their way to the host, and the job of each row (None: its prompt is not read yet)."""
-
-    jobs: list[Job | None]
-    drawn: Drawn
-    arrived: torch.cuda.Event | None
 
 
 class Engine:
@@ -122,7 +116,7 @@ class Engine:
         self._codec = TextCodec.of(model)
         self._waiting: deque[Job] = deque()
         self._numbers = itertools.count()
-        self._in_flight: deque[_Flight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._is_ahead = on_cuda  # whether the host launches a step before it has the tokens of the one before
         self._events: list[Event] = []
         self._open: set[Request] = set()  # requests that have not ended
@@ -163,7 +157,8 @@ class Engine:
         request = Request(tokens, sampling)
         continuation = Continuation(request, self._codec, isinstance(prompt, str), vocab)
         prompt_T = torch.tensor(tokens, device="cpu")
-        job = Job(request, continuation, next(self._numbers), prompt_T, seed, longest)
+        kind = DrawKind.of(sampling)
+        job = Job(request, continuation, next(self._numbers), prompt_T, seed, longest, kind)
         if self.prefixes is not None:
             job.node = self.prefixes.insert(prompt_T)
         self._waiting.append(job)
@@ -317,41 +312,39 @@ class Engine:
     def _decode_rows(self) -> None:
         """Decode the rows of the decoding pool: a step of the model, or a pass with drafts, and a draw."""
         pool, jobs = self._decoding, list[Job | None](self._decoding.jobs)
-        if not pool.drafted(pool.width):
+        drafted = pool.drafted(pool.width)
+        if not drafted:
             self._steps.decode(pool)
             self._draw(pool, jobs)
             return
         self._steps.verify(pool)
-        self._draw(pool, jobs, self.speculate)
+        self._draw(pool, jobs, drafted)
         self._steps.commit(pool)
 
     def _draw(self, pool: Pool, jobs: list[Job | None], drafted: int = 0) -> None:
         """Draw the tokens of each row, and start to copy those of the jobs to the host."""
         active = [job for job in jobs if job is not None]
-        kind = DrawKind.of(job.request.sampling for job in active)
+        kind = DrawKind.union({job.kind for job in active})
         if kind.samples:
             pool.set_uniforms(jobs)
         drawn = self._steps.draw(pool, kind, drafted)
         for job in active:
             job.drawn += 1
-        self._in_flight.append(_start_copy(jobs, drawn))
+        self._in_flight.append(Flight.start(jobs, drawn))
 
-    def _collect(self, flight: _Flight) -> None:
+    def _collect(self, flight: Flight) -> None:
         """Give the drawn tokens to their requests."""
-        if flight.arrived is not None:
-            flight.arrived.synchronize()
-        for row, (job, tokens) in enumerate(zip(flight.jobs, flight.drawn.token.tolist(), strict=False)):
+        has_drafts = flight.has_drafts
+        for row, (job, tokens) in enumerate(zip(flight.jobs, flight.wait(), strict=False)):
             if job is None or job.request.done:
                 continue
-            counted = [token for token in tokens if token != REJECTED]
-            if len(tokens) > 1:
-                job.drawn += len(counted) - 1
-                job.request.passes += 1
+            if has_drafts:
+                job.count_pass(len(tokens))
                 counts = self.counts
-                self.counts = counts._replace(passes=counts.passes + 1, passed=counts.passed + len(counted))
-            for place, token in enumerate(counted):
+                self.counts = counts._replace(passes=counts.passes + 1, passed=counts.passed + len(tokens))
+            for place, token in enumerate(tokens):
                 if not job.request.done:
-                    self._append(job, token, _logprobs(flight.drawn, row, place, job.request.sampling.logprobs))
+                    self._append(job, token, flight.logprobs(row, place, job.request.sampling.logprobs))
 
     def _append(self, job: Job, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a token to a request, which may end it."""
@@ -375,26 +368,3 @@ class Engine:
                     self._end(job.request, "error", error)
             self._drop_from_queue()
             raise
-
-
-def _start_copy(jobs: list[Job | None], drawn: Drawn) -> _Flight:
-    """Copy drawn tokens to the host, on CUDA without waiting for them."""
-    if not drawn.token.is_cuda:
-        return _Flight(jobs, drawn, None)
-    copies = {name: x.to("cpu", non_blocking=True) for name, x in drawn._asdict().items() if x is not None}
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(drawn.token.device))
-    return _Flight(jobs, Drawn(**copies), arrived)
-
-
-def _logprobs(drawn: Drawn, row: int, place: int, count: int | None) -> TokenLogprobs | None:
-    """Return the log-probabilities at a token of a row, with the `count` most likely ones; None: none are reported."""
-    if count is None:
-        return None
-    assert drawn.logprob is not None
-    top: tuple[tuple[int, float], ...] = ()
-    if count:
-        assert drawn.top_token is not None and drawn.top_logprob is not None
-        tokens, values = drawn.top_token[row, place, :count], drawn.top_logprob[row, place, :count]
-        top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(float(drawn.logprob[row, place]), top)

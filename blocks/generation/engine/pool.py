@@ -7,7 +7,6 @@ R rows, L vocabulary
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,59 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
 from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, DraftRows, PassBuffers
+from deltazoo.blocks.generation.engine.job import Job, next_numbers
 from deltazoo.blocks.generation.engine.pages import PageAllocator, RowStates, tensors_of
-from deltazoo.blocks.generation.engine.prefix_tree import Node, PrefixTree, Snapshot
-from deltazoo.blocks.generation.engine.request import Continuation, Request
+from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, Snapshot
 from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, RowSampling
-from deltazoo.blocks.generation.philox import uniforms
 from deltazoo.blocks.model.interface import TokenModel
-
-_NUMBERS = 64  # random numbers of a request that are computed at once
-
-
-@dataclass(eq=False)
-class Job:
-    """A request in the engine.
-
-    Args:
-        number: increases with each request.
-        prompt: its tokens [T] on the CPU.
-        node: its node in the prefix tree, if there is one.
-        seed: of its random numbers.
-        longest: maximum number of tokens in its caches.
-        read: tokens of the prompt that its state includes.
-        pages: of its caches, in the order of its tokens.
-        drawn: tokens whose sampling has been launched; the host may not have received all of them yet. Accepted drafts
-            are counted when the host receives them.
-    """
-
-    request: Request
-    continuation: Continuation
-    number: int
-    prompt: Tensor
-    seed: int
-    longest: int
-    node: Node | None = None
-    read: int = 0
-    pages: list[int] = field(default_factory=list)
-    drawn: int = 0
-    _numbers: list[float] = field(default_factory=list)
-    _first: int = 0  # the number of the first of `_numbers`
-
-    @property
-    def has_drawn_all(self) -> bool:
-        return self.drawn >= self.request.sampling.max_tokens
-
-    def next_uniforms(self, count: int) -> list[float]:
-        """Return the random numbers of the next tokens, those of a run of this request alone."""
-        if self.request.sampling.temperature == 0:
-            return [0.0] * count
-        at = self.drawn - self._first
-        if at < 0 or at + count > len(self._numbers):
-            seed_1 = torch.tensor([self.seed], device="cpu")
-            numbers_N1 = uniforms(seed_1, torch.zeros_like(seed_1), self.drawn, _NUMBERS + count)
-            self._numbers, self._first, at = numbers_N1[:, 0].tolist(), self.drawn, 0
-        return self._numbers[at : at + count]
 
 
 class _Rows(NamedTuple):
@@ -96,6 +47,7 @@ class Pool:
     ) -> None:
         self.rows, self.capacity, self.sizes, self._states = rows, states.longest, sizes, states
         self.jobs: list[Job] = []
+        self._draw_buffers: dict[tuple[int, int], DrawBuffers] = {}
         device = model.device
         state, self._table = states.spread(rows)
         self._buffers = new_buffers(model, rows, state)
@@ -149,8 +101,13 @@ class Pool:
         history, read, logits, accepted = self._drafts.history, self._read, self._logits, self._accepted
         return PassBuffers(tokens, history[:rows], read[:rows], logits[:rows], accepted[:rows], state)
 
-    def draw_buffers(self, rows: int, drafted: int = 0) -> DrawBuffers:
-        """Return views of the first rows for a draw after a step, or after a pass with drafts."""
+    def draw_buffers(self, rows: int, drafted: int) -> DrawBuffers:
+        """Return views of the first rows for a draw after a step, or after a pass with drafts. They are kept."""
+        if (rows, drafted) not in self._draw_buffers:
+            self._draw_buffers[rows, drafted] = self._new_draw_buffers(rows, drafted)
+        return self._draw_buffers[rows, drafted]
+
+    def _new_draw_buffers(self, rows: int, drafted: int) -> DrawBuffers:
         own, tokens = self._own, self._buffers.tokens[:rows]
         read, logits = (self._read, self._logits) if drafted else (tokens, self._buffers.logits[:, None])
         return DrawBuffers(
@@ -166,9 +123,7 @@ class Pool:
 
     def set_uniforms(self, jobs: Sequence[Job | None]) -> None:
         """Write the next random numbers of the first rows, without waiting for the device."""
-        count = self.numbers
-        rows = [[0.0] * (1 + count) if job is None else [job.drawn, *job.next_uniforms(count)] for job in jobs]
-        host = torch.tensor(rows, dtype=self._uniform.dtype, device="cpu")
+        host = torch.tensor(next_numbers(jobs, self.numbers), dtype=self._uniform.dtype, device="cpu")
         if self._uniform.is_cuda:
             host = host.pin_memory()
         self._uniform[: len(host)].copy_(host, non_blocking=True)

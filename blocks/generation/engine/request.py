@@ -134,10 +134,11 @@ class Continuation:
             request.end("end")
             return Event(request, token)
         piece = "" if self._decode is None else self._append_text(self._decode(token))
-        self._tail.append(token)
-        last = tuple(self._tail)
-        if any(last[-len(sequence) :] == sequence for sequence in self._sequences):
-            request.end("stop")
+        if self._sequences:
+            self._tail.append(token)
+            last = tuple(self._tail)
+            if any(last[-len(sequence) :] == sequence for sequence in self._sequences):
+                request.end("stop")
         if len(request.tokens) >= request.sampling.max_tokens:
             request.end("max_tokens")
         return Event(request, token, piece)

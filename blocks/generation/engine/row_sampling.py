@@ -4,7 +4,7 @@ B rows, T tokens of a row: 1, and the number of drafts that are verified; L voca
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple, Self
 
 import torch
@@ -60,15 +60,21 @@ class DrawKind(NamedTuple):
     reports: int = 0
 
     @classmethod
-    def of(cls, samplings: Iterable[Sampling]) -> Self:
+    def of(cls, sampling: Sampling) -> Self:
+        """Return the kind of one request."""
+        samples = sampling.temperature > 0
+        filters = samples and (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None)
+        reports = 0 if sampling.logprobs is None else 1 + (sampling.logprobs > 0)
+        return cls(samples, filters, sampling.repetition_penalty != 1, reports)
+
+    @classmethod
+    def union(cls, kinds: Collection[Self]) -> Self:
         """Return the kind that serves all of these."""
-        rows = list(samplings)
-        sampled = [row for row in rows if row.temperature > 0]
         return cls(
-            bool(sampled),
-            any((row.top_k, row.top_p, row.min_p) != (None, None, None) for row in sampled),
-            any(row.repetition_penalty != 1 for row in rows),
-            max((0 if row.logprobs is None else 1 + (row.logprobs > 0) for row in rows), default=0),
+            any(kind.samples for kind in kinds),
+            any(kind.filters for kind in kinds),
+            any(kind.penalizes for kind in kinds),
+            max((kind.reports for kind in kinds), default=0),
         )
 
 
@@ -115,7 +121,8 @@ def draw(buffers: DrawBuffers, kind: DrawKind) -> Drawn:
         filtered_NL = _filter_rows(logits_BTL.flatten(0, 1), of_tokens, kind.filters)
         sampled_BT = draw_tokens(filtered_NL, _numbers(buffers).flatten()).view(B, T)
         token_BT = torch.where(sampling.temperature > 0, sampled_BT, token_BT)
-    drawn = Drawn(_keep_accepted(buffers, token_BT, torch.where(raw_BTL.isfinite().all(-1), token_BT, NOT_FINITE)))
+    is_finite_BT = (raw_BTL * 0).sum(-1) == 0  # 0 times inf or NaN is NaN
+    drawn = Drawn(_keep_accepted(buffers, token_BT, torch.where(is_finite_BT, token_BT, NOT_FINITE)))
     if kind.penalizes:
         # a rejected token is replaced by the next one, which is accepted or has been seen
         buffers.seen.scatter_(1, torch.where(drawn.token == REJECTED, buffers.tokens, token_BT), True)
