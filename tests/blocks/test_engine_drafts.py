@@ -5,11 +5,13 @@ import torch
 from test_engine import VOCAB, alone, check_random_requests, draw, make, model_of, run
 
 from deltazoo import Engine, Sampling
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import StateError, ValueRangeError
 from deltazoo.backends.update import registry
 from deltazoo.blocks.generation.engine import pool
-from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, DraftRows
+from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, RETRY_AFTER, DraftRows
 from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.spec.stack_spec import StackSpec
 
 REPEATED = [3, 4, 5, 6, 7, 8] * 4
 
@@ -105,6 +107,27 @@ def test_each_request_keeps_its_own_accepted_drafts(model):
     assert engine.counts.passed == 4 * 23
     for request in requests:
         assert request.tokens == alone(model, request.prompt, sampling)
+
+
+@pytest.mark.parametrize("period", [25, 200])
+def test_drafts_stop_while_they_are_rejected_and_resume_when_the_text_repeats_itself(period):
+    """The model continues with a cycle of tokens. They are new at first, so that no draft is accepted."""
+    torch.manual_seed(0)
+    spec = StackSpec(width=128, depth=1, vocab=period, pattern="gated_deltanet", mlp="none", tied=False)
+    model = spec.build(backend=CompileBackend(compiled=False))
+    with torch.no_grad():
+        model.head.weight.copy_(model.embedding.weight.roll(1, 0))
+        model.embedding.weight.mul_(100)
+    engine = drafting(model, slots=1)
+    request = engine.submit([3], Sampling(temperature=0, max_tokens=150))
+    run(engine)
+    assert request.tokens == [(4 + n) % period for n in range(150)]
+    rejected = 4  # before the mean is too low
+    if period > 150:
+        assert request.passes == rejected + (149 - rejected) // (1 + RETRY_AFTER)
+    else:
+        accepted = (149 - rejected - RETRY_AFTER) / 4
+        assert abs(request.passes - rejected - accepted) <= 1
 
 
 def test_tokens_after_a_stop_in_a_pass_and_beyond_the_limit_are_dropped(model):

@@ -312,7 +312,7 @@ class Engine:
     def _decode_rows(self) -> None:
         """Decode the rows of the decoding pool: a step of the model, or a pass with drafts, and a draw."""
         pool, jobs = self._decoding, list[Job | None](self._decoding.jobs)
-        drafted = pool.drafted(pool.width)
+        drafted = pool.next_drafted()
         if not drafted:
             self._steps.decode(pool)
             self._draw(pool, jobs)

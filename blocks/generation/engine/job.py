@@ -12,6 +12,7 @@ from deltazoo.blocks.generation.engine.row_sampling import DrawKind
 from deltazoo.blocks.generation.philox import uniforms
 
 _NUMBERS = 64  # random numbers of a request that are computed at once
+_NEW_PASS = 0.25  # weight of a pass in the mean over recent ones
 
 
 @dataclass(eq=False)
@@ -29,6 +30,8 @@ class Job:
         pages: of its caches, in the order of its tokens.
         drawn: tokens whose sampling has been launched; the host may not have received all of them yet. Accepted drafts
             are counted when the host receives them.
+        tokens_per_pass: mean over its recent passes with drafts. The initial value lets about four passes show whether
+            drafts are worth their time.
     """
 
     request: Request
@@ -42,6 +45,7 @@ class Job:
     read: int = 0
     pages: list[int] = field(default_factory=list)
     drawn: int = 0
+    tokens_per_pass: float = 2.0
     _numbers: list[float] = field(default_factory=list)
     _first: int = 0  # the number of the first of `_numbers`
 
@@ -53,6 +57,7 @@ class Job:
         """Count a pass with drafts, which yielded `tokens` tokens, when the host receives them."""
         self.drawn += tokens - 1
         self.request.passes += 1
+        self.tokens_per_pass += _NEW_PASS * (tokens - self.tokens_per_pass)
 
 
 def next_numbers(jobs: Sequence[Job | None], count: int) -> list[list[float]]:

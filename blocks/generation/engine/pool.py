@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
-from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, DraftRows, PassBuffers
+from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, PAYS_FROM, RETRY_AFTER, DraftRows, PassBuffers
 from deltazoo.blocks.generation.engine.job import Job, next_numbers
 from deltazoo.blocks.generation.engine.pages import PageAllocator, RowStates, tensors_of
 from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, Snapshot
@@ -47,6 +47,7 @@ class Pool:
     ) -> None:
         self.rows, self.capacity, self.sizes, self._states = rows, states.longest, sizes, states
         self.jobs: list[Job] = []
+        self._without_drafts = 0  # steps since the last pass
         self._draw_buffers: dict[tuple[int, int], DrawBuffers] = {}
         device = model.device
         state, self._table = states.spread(rows)
@@ -88,6 +89,20 @@ class Pool:
         """Return the number of tokens per row that a step with this number of rows drafts."""
         drafted = self._read.shape[1] - 1
         return drafted if rows * (drafted + 1) <= MOST_TOKENS else 0
+
+    def next_drafted(self) -> int:
+        """Return the number of tokens per row that the next step drafts.
+
+        It has no drafts while recent passes of its requests yielded too few tokens, but for a rare pass, which shows
+        whether that has changed.
+        """
+        drafted = self.drafted(self.width)
+        pays = sum(job.tokens_per_pass for job in self.jobs) >= PAYS_FROM * len(self.jobs)
+        if drafted and not pays and self._without_drafts < RETRY_AFTER:
+            self._without_drafts += 1
+            return 0
+        self._without_drafts = 0
+        return drafted
 
     def buffers(self, rows: int) -> Buffers:
         """Return views of the first rows for a step of the model."""

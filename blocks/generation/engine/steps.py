@@ -73,12 +73,11 @@ class Steps:
     def warm_up_decoding(self, pool: Pool) -> None:
         """Make the decoders and passes of all sizes, and the usual draws."""
         for rows in pool.sizes or ():
-            drafted = pool.drafted(rows)
-            if drafted:
+            self._decoder(pool, rows)
+            self._warm_up_draws(pool, rows, 0)
+            if drafted := pool.drafted(rows):
                 self._pass(pool, rows)
-            else:
-                self._decoder(pool, rows)
-            self._warm_up_draws(pool, rows, drafted)
+                self._warm_up_draws(pool, rows, drafted)
 
     def warm_up_reading(self, pool: Pool) -> None:
         """Make the graphs of pieces of all sizes, and the usual draws."""
