@@ -7,8 +7,9 @@ serve: tokens per second of 512 requests with prompts of 64 to 2,048 tokens and 
     in 64 slots, against static batches of 64 of the same requests by `generate_tokens` (the first BATCHES batches).
 prefix: the prompt tokens that 64 requests with a common prefix of 4,096 tokens and suffixes of up to 128 read,
     submitted together and one after the other, and the seconds, with and without reuse.
-drafts: texts of 1 and 8 requests that repeat themselves after 50 tokens, so that their drafts are found, with and
-    without passes of three drafts; then passes with 3 tokens each, forced, against plain steps of as many requests.
+drafts: texts of 1 and 8 requests that repeat themselves after 50 tokens, so that their drafts are found, and random
+    texts, with and without passes of three drafts; then passes with 3 tokens each, forced, against plain steps of as
+    many requests.
 all: drafts, pages and reuse of prefixes together, for a hybrid of MODEL's layers with attention in every fourth one:
     16 requests with a common prefix of 4,096 tokens, whose continuations repeat themselves, against an engine without
     drafts and reuse.
@@ -19,6 +20,7 @@ Needs a CUDA device.
 """
 
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -201,14 +203,15 @@ def drafts(model, count, sizes=(1, 4, 8, 16, 32, 64)):
 
 
 def looked_up(model, plain, engine, count):
-    for requests in (1, 8):
+    for requests, (text, temperature) in itertools.product((1, 8), {"repeated": 0.0, "random": 1e4}.items()):
         rng, results = random.Random(3), []
         prompts = [tokens(rng, model, 64) * 4 for _ in range(requests)]
         for name, here in (("plain", plain), ("drafts", engine)) * 2:
             submitted, before = [], here.counts
 
-            def work(here=here, submitted=submitted, prompts=prompts):
-                submitted += [here.submit(prompt, Sampling(temperature=0, max_tokens=count)) for prompt in prompts]
+            def work(here=here, submitted=submitted, prompts=prompts, temperature=temperature):
+                sampling = Sampling(temperature=temperature, max_tokens=count)
+                submitted += [here.submit(prompt, sampling) for prompt in prompts]
                 run(here)
 
             taken = seconds(work)
@@ -219,7 +222,7 @@ def looked_up(model, plain, engine, count):
                 for a, b in zip(results[0], results[-1], strict=True)
             ]
             row(
-                *("lookup", f"{requests} requests", name, f"{requests * count / taken:.0f} tokens/s"),
+                *(text, f"{requests} requests", name, f"{requests * count / taken:.0f} tokens/s", f"{passes} passes"),
                 *(f"{passed / max(passes, 1):.2f} tokens per pass", f"equal for {min(first)} of {count} tokens"),
             )
 
