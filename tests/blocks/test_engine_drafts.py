@@ -1,5 +1,8 @@
 """An engine that verifies drafts gives each request the tokens of plain decoding, with the same seeds and limits."""
 
+import itertools
+import random
+
 import pytest
 import torch
 from test_engine import VOCAB, alone, check_random_requests, draw, make, model_of, run
@@ -107,6 +110,51 @@ def test_each_request_keeps_its_own_accepted_drafts(model):
     assert engine.counts.passed == 4 * 23
     for request in requests:
         assert request.tokens == alone(model, request.prompt, sampling)
+
+
+def check_short_prompts(engine: Engine) -> None:
+    """Prompts of as many tokens as a step or a pass reads are read as prompts, beside rows that decode."""
+    sampling = Sampling(temperature=0, max_tokens=9)
+    requests = [engine.submit(REPEATED, Sampling(temperature=0, max_tokens=40))]
+    for length in (1, 4, 1, 5, 3, 2):
+        engine.step()
+        requests.append(engine.submit(draw(length, length), sampling))
+    run(engine)
+    for request in requests:
+        assert request.tokens == alone(engine.model, request.prompt, request.sampling)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_a_prompt_as_short_as_a_step_or_a_pass_is_read_as_a_prompt(model, speculate):
+    check_short_prompts(drafting(model, speculate))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_without_drafts_leave_the_state_for_passes_after_them(model, monkeypatch, ahead):
+    engine = drafting(model, ahead=ahead)
+    drafted = itertools.cycle([3, 0, 3, 3, 0, 0])
+    monkeypatch.setattr(engine._decoding, "next_drafted", lambda: next(drafted))
+    requests = [engine.submit([*REPEATED, n], Sampling(temperature=0.3 * n, max_tokens=30)) for n in range(3)]
+    run(engine)
+    assert engine.counts.tokens_per_pass > 1.2
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, request.sampling)
+
+
+def test_snapshots_may_be_dropped_while_requests_with_drafts_use_their_prefixes(model, monkeypatch):
+    row = drafting(model)._reading.row_bytes
+    engine, rng = drafting(model, prefix_bytes=3 * row), random.Random(0)
+    dropped, drop = [], engine.prefixes._drop
+    monkeypatch.setattr(engine.prefixes, "_drop", lambda node: (dropped.append(node), drop(node)))
+    prefixes = [REPEATED[n:] + draw(20, n) for n in range(4)]
+    prompts = [rng.choice(prefixes) + REPEATED[: rng.randint(1, 9)] for _ in range(16)]
+    requests = [engine.submit(prompt, Sampling(temperature=0, max_tokens=rng.randint(2, 9))) for prompt in prompts]
+    run(engine)
+    assert dropped
+    assert engine.counts.reused > 0
+    assert engine.counts.passes > 0
+    for request in requests:
+        assert request.tokens == alone(model, request.prompt, request.sampling)
 
 
 @pytest.mark.parametrize("period", [25, 200])
@@ -259,3 +307,10 @@ def test_captured_passes_draw_the_samples_of_generate_tokens(model):
             graphs = len(engine._steps._draws), len(engine._steps._passes), len(engine._steps._decoders)
     assert graphs == (len(engine._steps._draws), len(engine._steps._passes), len(engine._steps._decoders))
     assert engine.counts.tokens_per_pass > 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_captured_steps_read_a_prompt_as_short_as_a_step_or_a_pass_as_a_prompt(model, speculate):
+    check_short_prompts(drafting(model.cuda().rebind(None), speculate))
