@@ -106,7 +106,7 @@ def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+@pytest.mark.parametrize("name", [*registry.names(registry.MIXERS), "kda + mla", "mamba2 + attention"])
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
     check_random_requests(make(model_of(name)), 10, seed=0)
 

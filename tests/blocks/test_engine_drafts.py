@@ -54,7 +54,7 @@ def test_two_hundred_random_requests_give_the_tokens_of_runs_alone(model, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+@pytest.mark.parametrize("name", [*registry.names(registry.MIXERS), "kda + mla", "mamba2 + attention"])
 def test_requests_to_every_mixer_give_the_tokens_of_runs_alone(name):
     assert check_random_drafts(drafting(model_of(name)), 10, seed=0) > 1
 
