@@ -104,6 +104,8 @@ def test_philox_gives_the_published_blocks():
         assert [int(word) for word in philox((a, b, c, d), key)] == expected
     numbers = uniforms(torch.tensor([5, 5]), torch.tensor([0, 1]), 3, 9)
     assert torch.equal(numbers[4:], uniforms(torch.tensor([5, 5]), torch.tensor([0, 1]), 7, 5))
+    later = uniforms(torch.tensor([5, 5]), torch.tensor([0, 1]), torch.tensor([3, 6]), 6)
+    assert torch.equal(later, torch.stack([numbers[:6, 0], numbers[3:, 1]], 1))
     assert len(set(numbers.flatten().tolist())) == 18
 
 
