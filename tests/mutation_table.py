@@ -102,7 +102,7 @@ MIXERS = [
         "test", "mixers/test_matrix.py::test_mixer_has_property[gated_deltanet-verify]",
     ),
     Mutation(
-        "drafts: a draft after a rejected one is accepted", "blocks/generation/speculation.py",
+        "drafts: a draft after a rejected one is accepted", "backends/ops/prompt_lookup.py",
         "== tokens_BT[:, 1:]).cumprod(1).sum(1)", "== tokens_BT[:, 1:]).sum(1)",
         "test", "blocks/test_speculation.py::test_drafts_stand_up_to_the_first_that_was_not_chosen",
     ),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.ops.prompt_lookup import LONGEST_MATCH, NO_TOKEN, accept, lookup
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import Decoder, compiled_step
 from deltazoo.blocks.generation.philox import uniforms
@@ -19,49 +20,8 @@ from deltazoo.blocks.generation.sampling import Sampling, penalize, sample
 from deltazoo.blocks.model.interface import StackState, TokenModel
 from deltazoo.mixers.core.state import rollback_, snapshot
 
-LONGEST_MATCH = 3  # tokens at the end of the text that are looked for
 SLOTS = 64  # passes whose tokens may be on their way to the host
 _MOST_GRAPHS = 8  # for different `Sampling`
-NO_TOKEN = -1  # before the first token of the history
-
-
-def lookup(history_BC: Tensor, length_B: Tensor, count: int) -> Tensor:
-    """Draft the tokens that followed an earlier occurrence of the last tokens.
-
-    The longest match of up to `LONGEST_MATCH` tokens counts, among equally long ones the last. A match that ends less
-    than `count` tokens before the end is taken for a period, which the draft continues. Without a match the draft is
-    arbitrary. The shapes are fixed, and nothing synchronises.
-
-    Args:
-        history_BC: [B, C] int64, `LONGEST_MATCH` entries of -1, then the tokens of each row.
-        length_B: [B] int64, the number of entries in use, those of -1 included.
-    Returns: [B, count] int64.
-    """
-    past = torch.arange(LONGEST_MATCH, device=history_BC.device)
-    suffix_BG = history_BC.gather(1, length_B[:, None] - 1 - past)  # the last token first
-    ends = torch.arange(LONGEST_MATCH, history_BC.shape[1], device=history_BC.device)
-    window_BEG = history_BC.unfold(1, LONGEST_MATCH, 1)[:, 1:].flip(-1)  # the tokens that end at each of `ends`
-    matched_BE = (window_BEG == suffix_BG[:, None]).cumprod(-1).sum(-1)
-    is_earlier_BE = ends < length_B[:, None] - 1
-    score_BE = torch.where(is_earlier_BE, matched_BE * history_BC.shape[1] + ends, -1)
-    first_B1 = score_BE.argmax(1, keepdim=True) + LONGEST_MATCH + 1
-    first_B1 = torch.minimum(first_B1, length_B[:, None] - 1)  # of one token
-    period_B1 = length_B[:, None] - first_B1
-    offset_BN = torch.arange(count, device=history_BC.device) % period_B1
-    return history_BC.gather(1, first_B1 + offset_BN)
-
-
-def accept(chosen_BT: Tensor, tokens_BT: Tensor) -> Tensor:
-    """Return how many tokens of a pass are accepted, [B]: the first one, and the drafts before the first rejected one.
-
-    Lookup drafts a token with probability 1. The rule of rejection sampling then accepts it with its probability p
-    under the model, and otherwise samples from p without it. Drawing from p, and comparing, is the same rule. The
-    chosen token after the last accepted one is the next token in both cases.
-
-    Args: chosen_BT: the token drawn from the model's distribution after each token of the pass.
-    Source: Leviathan 2022, arXiv 2211.17192, section 2.3.
-    """
-    return 1 + (chosen_BT[:, :-1] == tokens_BT[:, 1:]).cumprod(1).sum(1)
 
 
 def seen_before_each(seen_BL: Tensor, tokens_BT: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from test_engine import VOCAB, alone, check_random_requests, draw, make, model_o
 from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import StateError, ValueRangeError
+from deltazoo.backends.ops.prompt_lookup import append_
 from deltazoo.backends.update import registry
 from deltazoo.blocks.generation.engine import pool
-from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, RETRY_AFTER, DraftRows
+from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, RETRY_AFTER, empty_texts, start_text
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
@@ -264,13 +265,15 @@ def test_an_error_in_a_pass_ends_its_requests_and_no_other(model, monkeypatch, p
 
 def test_drafts_are_looked_up_in_the_last_tokens_of_a_long_text(model):
     """The history of a row is shorter than the prompt, and moves with the text."""
-    rows = DraftRows.empty(2, None, torch.device("cpu"))
+    texts = empty_texts(2, None, torch.device("cpu"))
     prompt = torch.arange(MOST_LOOKED_UP + 100)
-    rows.set_row(1, prompt, 7)
-    rows.append_(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([0, 2]))
-    assert rows.history[0].eq(0).all()
-    assert rows.history[1].tolist() == [-1, *prompt[102 - 2 :].tolist(), 4, 5]
-    assert (rows.drawn.tolist(), rows.left.tolist()) == ([0, 2], [0, 5])
+    start_text(texts, 1, prompt, 7)
+    chosen, last, accepted = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2)
+    append_(chosen, chosen, torch.tensor([[0, 1, 2], [0, 4, 3]]), last, accepted, texts)
+    assert texts.history[0].eq(0).all()
+    assert texts.history[1].tolist() == [-1, *prompt[102 - 2 :].tolist(), 4, 5]
+    assert (texts.drawn.tolist(), texts.left.tolist()) == ([0, 2], [0, 5])
+    assert (last.tolist(), accepted.tolist()) == ([[0], [5]], [0, 2])
 
 
 def test_drafts_need_space_in_the_caches_and_in_a_step(model):

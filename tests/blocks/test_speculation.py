@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import OperandError, StateError, ValueRangeError
+from deltazoo.backends.ops.prompt_lookup import LONGEST_MATCH, accept, lookup
 from deltazoo.blocks.generation.decoder import Decoder
 from deltazoo.blocks.generation.generate import generate_tokens, stream
 from deltazoo.blocks.generation.sampling import Sampling
-from deltazoo.blocks.generation.speculation import LONGEST_MATCH, accept, lookup
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from deltazoo.backends.ops.prompt_lookup import LONGEST_MATCH, NO_TOKEN, Text, draft_
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import compiled_step
-from deltazoo.blocks.generation.speculation import LONGEST_MATCH, NO_TOKEN, commit_drafts, lookup, verify_drafts
+from deltazoo.blocks.generation.speculation import commit_drafts, verify_drafts
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.interface import StackState, TokenModel
 
@@ -21,39 +22,23 @@ RETRY_AFTER = 32  # steps without drafts, after which a pass is tried
 MOST_TOKENS = 64  # of a pass; a larger one is not bound by loading weights, so a step of more rows has no drafts
 
 
-class DraftRows(NamedTuple):
-    """State of each row on the device, because the host does not know yet how many drafts were accepted.
+def empty_texts(rows: int, capacity: int | None, device: torch.device) -> Text:
+    """Return the texts of rows without a request: their tokens are valid, and no token may be sampled.
 
-    history: [R, C] int64, the last tokens of prompt and continuation, preceded by -1. drawn, left: [R] int64, numbers
-    of new tokens so far, and of those that may follow.
+    The host does not know yet how many drafts were accepted, so a text and its lengths are on the device.
     """
+    length = MOST_LOOKED_UP if capacity is None else min(capacity, MOST_LOOKED_UP)
+    history = torch.zeros(rows, LONGEST_MATCH + length, dtype=torch.int64, device=device)
+    return Text(history, *(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)))
 
-    history: Tensor
-    drawn: Tensor
-    left: Tensor
 
-    @classmethod
-    def empty(cls, rows: int, capacity: int | None, device: torch.device) -> Self:
-        """Return rows without a request: their tokens are valid, and no token may be sampled."""
-        length = MOST_LOOKED_UP if capacity is None else min(capacity, MOST_LOOKED_UP)
-        history = torch.zeros(rows, LONGEST_MATCH + length, dtype=torch.int64, device=device)
-        return cls(history, *(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2)))
-
-    def set_row(self, row: int, prompt: Tensor, limit: int) -> None:
-        """Start a row after a prompt [T] on the CPU, which `limit` tokens may follow."""
-        last = prompt[-(self.history.shape[1] - LONGEST_MATCH) :]
-        self.history[row].fill_(NO_TOKEN)
-        self.history[row, -len(last) :] = last.to(self.history.device, non_blocking=True)
-        self.drawn[row].zero_()
-        self.left[row].fill_(limit)
-
-    def append_(self, token_BT: Tensor, count_B: Tensor) -> None:
-        """Append the first `count` tokens to the rows."""
-        longer = torch.cat([self.history, token_BT], 1)
-        place_C = torch.arange(self.history.shape[1], device=longer.device)
-        self.history.copy_(longer.gather(1, count_B[:, None] + place_C))
-        self.drawn.add_(count_B)
-        self.left.sub_(count_B)
+def start_text(texts: Text, row: int, prompt: Tensor, limit: int) -> None:
+    """Start a row after a prompt [T] on the CPU, which `limit` tokens may follow."""
+    last = prompt[-(texts.history.shape[1] - LONGEST_MATCH) :]
+    texts.history[row].fill_(NO_TOKEN)
+    texts.history[row, -len(last) :] = last.to(texts.history.device, non_blocking=True)
+    texts.drawn[row].zero_()
+    texts.left[row].fill_(limit)
 
 
 class PassBuffers(NamedTuple):
@@ -109,10 +94,8 @@ class Pass:
         return self
 
     def _verify(self) -> None:
-        buffers, (B, T) = self._buffers, self._buffers.read.shape
-        length_B = torch.full((B,), buffers.history.shape[1], device=buffers.history.device)
-        buffers.read[:, :1] = buffers.tokens
-        buffers.read[:, 1:] = lookup(buffers.history, length_B, T - 1)
+        buffers = self._buffers
+        draft_(buffers.read, buffers.tokens, buffers.history)
         with nullcontext() if self._layers is None else self._layers.active():
             self._draft = self._read(self._model, buffers.read, buffers.state, buffers.logits)
 

@@ -4,9 +4,10 @@ from typing import NamedTuple, Self
 
 import torch
 
+from deltazoo.backends.ops.prompt_lookup import REJECTED
 from deltazoo.blocks.generation.engine.job import Job
 from deltazoo.blocks.generation.engine.request import TokenLogprobs
-from deltazoo.blocks.generation.engine.row_sampling import REJECTED, Drawn
+from deltazoo.blocks.generation.engine.row_sampling import Drawn
 
 
 class Flight(NamedTuple):

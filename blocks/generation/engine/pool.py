@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from deltazoo.backends.ops.prompt_lookup import Text
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
-from deltazoo.blocks.generation.engine.drafts import MOST_TOKENS, PAYS_FROM, RETRY_AFTER, DraftRows, PassBuffers
+from deltazoo.blocks.generation.engine.drafts import (
+    MOST_TOKENS,
+    PAYS_FROM,
+    RETRY_AFTER,
+    PassBuffers,
+    empty_texts,
+    start_text,
+)
 from deltazoo.blocks.generation.engine.job import Job, next_numbers
 from deltazoo.blocks.generation.engine.pages import PageAllocator, RowStates, tensors_of
 from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, Snapshot
@@ -29,7 +37,7 @@ class _Rows(NamedTuple):
     tokens: Tensor
     sampling: RowSampling
     seen: Tensor
-    drafts: DraftRows | tuple[()]
+    text: Text | tuple[()]
 
 
 class Pool:
@@ -54,7 +62,7 @@ class Pool:
         self._buffers = new_buffers(model, rows, state)
         sampling = RowSampling.empty(rows, device)
         self._seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device=device)
-        self._drafts = DraftRows.empty(rows, self.capacity, device) if drafted else None
+        self._texts = empty_texts(rows, self.capacity, device) if drafted else None
         self._read = torch.zeros(rows, drafted + 1, dtype=torch.int64, device=device)
         self._logits = torch.zeros(rows if drafted else 0, drafted + 1, model.spec.vocab, device=device)  # of a pass
         self._accepted = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -65,7 +73,7 @@ class Pool:
         self._uniform = torch.zeros(rows, 1 + self.numbers, dtype=wide, device=device)
         self._leaves, self._initial = tensors_of(state, self._table), tensors_of(states.initial, states.table)
         own = self._leaves if self._table is None else [*self._leaves, self._table]
-        self._own = _Rows(own, self._buffers.tokens, sampling, self._seen, self._drafts or ())
+        self._own = _Rows(own, self._buffers.tokens, sampling, self._seen, self._texts or ())
 
     def __len__(self) -> int:
         return len(self.jobs)
@@ -111,9 +119,9 @@ class Pool:
 
     def pass_buffers(self, rows: int) -> PassBuffers:
         """Return views of the first rows for a pass with drafts."""
-        assert self._drafts is not None
+        assert self._texts is not None
         tokens, _, state = self.buffers(rows)
-        history, read, logits, accepted = self._drafts.history, self._read, self._logits, self._accepted
+        history, read, logits, accepted = self._texts.history, self._read, self._logits, self._accepted
         return PassBuffers(tokens, history[:rows], read[:rows], logits[:rows], accepted[:rows], state)
 
     def draw_buffers(self, rows: int, drafted: int) -> DrawBuffers:
@@ -133,7 +141,7 @@ class Pool:
             seen=own.seen[:rows],
             uniform=self._uniform[:rows],
             accepted=self._accepted[:rows],
-            drafts=None if self._drafts is None else DraftRows(*(x[:rows] for x in self._drafts)),
+            text=None if self._texts is None else Text(*(x[:rows] for x in self._texts)),
         )
 
     def set_uniforms(self, jobs: Sequence[Job | None]) -> None:
@@ -171,8 +179,8 @@ class Pool:
         """Set the sampling state of a row when its prompt is complete; earlier draws for other rows would change it."""
         job, sampling = self.jobs[row], self.jobs[row].request.sampling
         self._own.sampling.set_row(row, sampling)
-        if self._drafts is not None:
-            self._drafts.set_row(row, job.prompt, sampling.max_tokens)
+        if self._texts is not None:
+            start_text(self._texts, row, job.prompt, sampling.max_tokens)
         if sampling.repetition_penalty != 1:
             self._seen[row].zero_()
             self._seen[row].index_fill_(0, job.prompt.to(self._seen.device, non_blocking=True), True)

@@ -10,13 +10,12 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from deltazoo.blocks.generation.engine.drafts import DraftRows
+from deltazoo.backends.ops.prompt_lookup import REJECTED, Text, append_
 from deltazoo.blocks.generation.sampling import Sampling, draw_tokens, keep_largest, penalize
-from deltazoo.blocks.generation.speculation import accept, seen_before_each
+from deltazoo.blocks.generation.speculation import seen_before_each
 
 MOST_REPORTED = 20  # upper bound of `Sampling.logprobs`
 NOT_FINITE = -1  # in place of a token: its logits are NaN or infinite
-REJECTED = -2  # in place of a token: the draft before it was rejected
 
 
 class RowSampling(NamedTuple):
@@ -96,7 +95,7 @@ class DrawBuffers(NamedTuple):
 
     tokens: [B, 1], the next ones. read: [B, T], those that the logits [B, T, L] follow. seen: [B, L] bool, the tokens
     of prompt and continuation. uniform: [B, 1 + W] random numbers, preceded by the number of the first one. accepted:
-    [B] int32, how many tokens are accepted. drafts: None: the engine drafts no tokens, and T is 1.
+    [B] int32, how many tokens are accepted. text: None: the engine drafts no tokens, and T is 1.
     """
 
     tokens: Tensor
@@ -106,11 +105,11 @@ class DrawBuffers(NamedTuple):
     seen: Tensor
     uniform: Tensor
     accepted: Tensor
-    drafts: DraftRows | None
+    text: Text | None
 
 
 def draw(buffers: DrawBuffers, kind: DrawKind) -> Drawn:
-    """Draw the tokens, write the next ones, update the seen tokens and the draft rows, and return the tokens."""
+    """Draw the tokens, write the next ones, update the seen tokens and the texts, and return the tokens."""
     raw_BTL, sampling, (B, T) = buffers.logits, buffers.sampling, buffers.read.shape
     logits_BTL = raw_BTL
     if kind.penalizes:
@@ -138,9 +137,9 @@ def draw(buffers: DrawBuffers, kind: DrawKind) -> Drawn:
 
 def _numbers(buffers: DrawBuffers) -> Tensor:
     """Return the random number of each token, [B, T]."""
-    if buffers.drafts is None:
+    if buffers.text is None:
         return buffers.uniform[:, 1:]
-    first_B = buffers.drafts.drawn - buffers.uniform[:, 0].long()
+    first_B = buffers.text.drawn - buffers.uniform[:, 0].long()
     place_BT = 1 + first_B[:, None] + torch.arange(buffers.read.shape[1], device=first_B.device)
     return buffers.uniform.gather(1, place_BT.clamp(1, buffers.uniform.shape[1] - 1))  # of rows without a request
 
@@ -150,15 +149,10 @@ def _keep_accepted(buffers: DrawBuffers, token_BT: Tensor, checked_BT: Tensor) -
 
     Args: checked_BT: the tokens, with `NOT_FINITE`, which no draft equals.
     """
-    drafts = buffers.drafts
-    if drafts is None:
+    if buffers.text is None:
         buffers.tokens.copy_(token_BT)
         return checked_BT
-    count_B = torch.minimum(accept(checked_BT, buffers.read), drafts.left)
-    buffers.accepted.copy_(count_B)
-    drafts.append_(token_BT, count_B)
-    buffers.tokens.copy_(drafts.history[:, -1:])
-    return torch.where(torch.arange(token_BT.shape[1], device=count_B.device) < count_B[:, None], checked_BT, REJECTED)
+    return append_(token_BT, checked_BT, buffers.read, buffers.tokens, buffers.accepted, buffers.text)
 
 
 def _filter_rows(logits_BL: Tensor, sampling: RowSampling, filters: bool) -> Tensor:

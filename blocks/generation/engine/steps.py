@@ -121,7 +121,7 @@ class Steps:
         key = pool, rows, kind, drafted
         if key not in self._draws:
             buffers, result = pool.draw_buffers(rows, drafted), list[Drawn]()
-            changed = [buffers.tokens, buffers.seen, *(buffers.drafts or ())]
+            changed = [buffers.tokens, buffers.seen, *(buffers.text or ())]
             before = snapshot(changed)
             replay = capture(lambda: result.append(draw(buffers, kind)), buffers.tokens.device, self._memory)
             rollback_(changed, before)

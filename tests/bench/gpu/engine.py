@@ -31,6 +31,7 @@ import torch
 
 import deltazoo
 from deltazoo import Engine, Sampling
+from deltazoo.backends.ops import prompt_lookup
 from deltazoo.blocks import Decoder, generate_tokens
 from deltazoo.blocks.generation.engine import pool, row_sampling
 from deltazoo.mixers import Attention
@@ -188,10 +189,15 @@ def drafts(model, count, sizes=(1, 4, 8, 16, 32, 64)):
     pool.MOST_TOKENS = 4 * SLOTS
     plain, engine = engine_of(model, prefix_bytes=0), engine_of(model, prefix_bytes=0, speculate=DRAFTED)
     looked_up(model, plain, engine, 8 * count)
-    accept = row_sampling.accept
-    row_sampling.accept = lambda chosen, read: (
-        accept(chosen, read) if read.shape[1] == 1 else torch.full_like(read[:, 0], DRAFTED)
-    )
+    append = row_sampling.append_
+
+    def append_forced(chosen, checked, read, *state):
+        if read.shape[1] > 1:
+            read[:, 1:DRAFTED].copy_(checked[:, : DRAFTED - 1])
+            read[:, DRAFTED:].fill_(prompt_lookup.REJECTED)
+        return append(chosen, checked, read, *state)
+
+    row_sampling.append_ = append_forced
     engine = engine_of(model, prefix_bytes=0, speculate=DRAFTED)
     for requests in sizes:
         alone, taken = (step_seconds(here, model, requests, count) for here in (plain, engine))
@@ -199,7 +205,7 @@ def drafts(model, count, sizes=(1, 4, 8, 16, 32, 64)):
             *("forced", f"{requests} requests", f"step {alone * 1e3:.3f} ms", f"pass {taken * 1e3:.3f} ms"),
             *(f"pays from {taken / alone:.2f} tokens", f"{DRAFTED} tokens: {DRAFTED * alone / taken:.2f}x"),
         )
-    row_sampling.accept = accept
+    row_sampling.append_ = append
 
 
 def looked_up(model, plain, engine, count):
