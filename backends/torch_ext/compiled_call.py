@@ -1,6 +1,6 @@
 """A function that eager code calls compiled: copies of its code, no limit on recompilations, eager under modes.
 
-Three facts about Dynamo, tested with torch 2.11 and 2.13, ask for this module:
+Four facts about torch.compile, tested with torch 2.11 and 2.13, ask for this module:
 
 - It counts recompilations per code object, and records by function name which sizes changed between calls. A copy
   of the code under a new name starts afresh, so that functions do not share either.
@@ -8,6 +8,8 @@ Three facts about Dynamo, tested with torch 2.11 and 2.13, ask for this module:
   without a limit. The graphs compiled before remain in use.
 - While a dispatch mode must see every operator it compiles nothing. With fullgraph=True it then raises, and it marks
   the code as never to be compiled, so that later calls fail, too.
+- AOTAutograd does not cache a graph with a torch.autograd.Function unless a setting allows it: it differentiates and
+  partitions the graph in every process. The graph from Dynamo has the code of the function, so the cache's key has it.
 """
 
 import itertools
@@ -39,10 +41,16 @@ def compiled_call(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     compiled = cast("Callable[P, R]", torch.compile(copy, fullgraph=True, **options))
+    is_first = True
 
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        nonlocal is_first
         if torch.compiler.is_compiling() or dispatch_mode_is_active():
             return function(*arguments, **keywords)
+        if is_first:
+            is_first = False
+            with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+                return call(*arguments, **keywords)
         try:
             return compiled(*arguments, **keywords)
         except torch._dynamo.exc.FailOnRecompileLimitHit:

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import ShapeError
+from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.blocks import compile_layers
 from deltazoo.blocks.generation.decoder import Decoder
 from deltazoo.blocks.generation.generate import generate_tokens
@@ -216,3 +219,30 @@ def test_compiled_layers_and_decoding_run_eagerly_while_flops_are_counted():
         flops.append(mode.get_total_flops() if isinstance(mode, FlopCounterMode) else 0)
     assert flops[0] == flops[2] > 0
     assert counter.frame_count == 2  # of the layer, of the last norm
+
+
+@pytest.mark.graphs
+def test_the_gradient_of_an_autograd_function_is_cached_for_other_processes():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x @ x
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensors
+            return dy @ x.T + x.T @ dy
+
+    def square(x):
+        return Square.apply(x)
+
+    x = torch.randn(3, 3, requires_grad=True)
+    with fresh_cache():
+        for found in ("autograd_cache_saved", "autograd_cache_hit"):
+            torch.compiler.reset()
+            counters.clear()
+            y = compiled_call(square)(x)
+            (dx,) = torch.autograd.grad(y.sum(), x)
+            assert counters["aot_autograd"][found] == 1
+            torch.testing.assert_close(dx, torch.autograd.grad(square(x).sum(), x)[0])
