@@ -1,14 +1,18 @@
 """Training: the loss falls, a resumed run equals an uninterrupted one bit for bit, and errors are clear."""
 
 import errno
+import io
 import json
 import math
+import os
 import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +20,7 @@ from statistics import fmean
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.filesystem import FileSystem
 from training_cases import CONFIG, SPEC, changed
 
 from deltazoo.backends.io.errors import ConfigError, UnsupportedError, ValueRangeError
@@ -649,6 +654,33 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_temporary_file(text
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert contents() == before
+
+
+def test_a_disk_that_is_full_for_one_of_the_files_refuses_the_checkpoint(text, tmp_path, monkeypatch):
+    train(SPEC, text, CONFIG, tmp_path, until=1)
+    create_stream, others_failed = FileSystem.create_stream, threading.Event()
+
+    class Full(io.RawIOBase):
+        def tell(self):
+            return 0
+
+        def write(self, data):
+            others_failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def full_for_others(files, path, mode):
+        is_other = mode == "wb" and threading.current_thread().name != "deltazoo checkpoint"
+        if mode == "wb" and not is_other:
+            assert others_failed.wait(10)
+        with create_stream(files, path, mode) as stream:
+            yield Full() if is_other else stream
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", full_for_others)
+        with pytest.raises(ConfigError, match=r"step-0+2: No space left on device; the checkpoint of step 1 is kept$"):
+            resume(tmp_path, text, until=2)
+    assert resume(tmp_path, text, until=2).points[-1].step == 2
 
 
 def test_a_read_only_disk_is_reported_with_the_name_of_the_file(text, tmp_path, monkeypatch):
