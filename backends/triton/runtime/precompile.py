@@ -102,8 +102,11 @@ def begin(body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
 
 def compile_kernel(key: Hashable, kernel: Any, warm_up: Callable[[], Any]) -> None:
     """Compile a kernel in another thread for the device that this thread traces for, once."""
+    from triton.runtime.cache import triton_key
+
     if key not in _pool.kernels:
         assert tracing.device is not None
+        triton_key()  # hashes Triton's library in half a second, once in a process, unless several threads ask at once
         # Computed here, in the tracing thread, because it depends on the order in which functions are first read.
         _ = kernel.cache_key
         _pool.kernels[key] = _pool.compilers.submit(_compile, tracing.device, warm_up)
