@@ -134,13 +134,13 @@ def train(label: str, name: str, gpus: int, gpu: int | None, rows: int, steps: i
 def speed(label: str, name: str, gpus: int, gpu: int | None, rows: int = 0, *options: str) -> float:
     """Print a row, and return tokens/s of the first point.
 
-    A checkpoint ends the run; on several GPUs the larger model has another in its middle, which is being written when
-    the last point is measured.
+    A checkpoint ends the run. On several GPUs the larger model has another in the middle of a longer run: a save waits
+    until the one before is written.
     """
     start, steps = time.monotonic(), 2 if REHEARSAL else 16
-    saves = 2 if gpus > 1 and name == "1.3B" else 1
-    every = ("--every", str(steps), "--set", f"checkpoint.every={2 * steps}", "--text", str(WORK / "text.txt"))
-    found = train(label, name, gpus, gpu, rows or ROWS[name] * gpus, 2 * saves * steps, *every, *options)
+    saves, points = (2, 3) if gpus > 1 and name == "1.3B" else (1, 2)
+    every = ("--every", str(steps), "--set", f"checkpoint.every={points * steps}", "--text", str(WORK / "text.txt"))
+    found = train(label, name, gpus, gpu, rows or ROWS[name] * gpus, points * saves * steps, *every, *options)
     if not found:
         return 0.0
     first, last = found["points"][1], found["points"][-1]
