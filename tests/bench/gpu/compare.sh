@@ -1,6 +1,6 @@
 #!/bin/sh
 # Compare the speed of two checkouts on one GPU, in turns: sh compare.sh OLD NEW [OUT]; each is a folder with the package.
-# Prints the tables of perf.py, kernels.py and host.py of both, three times each.
+# Prints the tables of perf.py, step_kernels.py and host.py of both, three times each.
 set -e
 old=$1 new=$2 out=${3:-/tmp/compare}
 mkdir -p "$out"
@@ -14,7 +14,7 @@ for turn in 1 2 3; do
         export PYTHONPATH="$links"
         python perf.py > "$out/$side.perf.$turn"
         python perf.py specs > "$out/$side.specs.$turn"
-        python kernels.py dpgxecaDA1302 > "$out/$side.kernels.$turn"
+        python step_kernels.py dpgxecaDA1302 > "$out/$side.kernels.$turn"
         python host.py > "$out/$side.host.$turn"
         cd - > /dev/null
     done

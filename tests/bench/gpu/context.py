@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -227,8 +226,6 @@ def differences(
 
 def fla_step(work: Work, operands: dict[str, Tensor], d_o: Tensor, batch: ContextBatch) -> Callable[[], Any]:
     """The work of this rank by flash-linear-attention. Raises: ImportError."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path = [path for path in sys.path if path != folder]  # transformers would import kernels.py from here
     from fla.ops.cp import build_cp_context
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
