@@ -66,6 +66,15 @@ def test_compiled_passes_give_the_tokens_of_runs_alone(model):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_the_pass_after_the_last_token_fits_in_a_cache_that_the_request_fills(ahead):
+    model, sampling = model_of("mla(heads=2)"), Sampling(temperature=0, max_tokens=12)
+    engine = drafting(model, ahead=ahead, slots=1, cache_tokens=len(REPEATED) + 11 + 3)
+    request = engine.submit(REPEATED, sampling)
+    run(engine)
+    assert request.tokens == alone(model, REPEATED, sampling)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 def test_samples_are_those_of_generate_tokens_with_the_same_seed(model, ahead):
     samplings = [
         Sampling(temperature=0.3, seed=1, max_tokens=70),

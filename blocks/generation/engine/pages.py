@@ -138,7 +138,8 @@ def row_states(model: TokenModel, cache_tokens: int | None, slots: int) -> RowSt
         text = "the caches of %s are not in pages: each of %d slots keeps %d tokens, the longest request"
         _log.warning(text, ", ".join(names), slots, longest)
     table = torch.zeros(1, min(pages.count, pages.pages_of(longest)), dtype=torch.int32, device=model.device)
-    initial = _initial_state(model, longest, PageTable(table, pages.count, pages.tokens))
+    # one more: if the host runs ahead, the device also reads a pass with drafts after the last token of a request
+    initial = _initial_state(model, longest + 1, PageTable(table, pages.count, pages.tokens))
     if any(isinstance(x, CachePages) for x in tree_leaves(initial)):
         return RowStates(initial, table, is_cache, pages, longest)
     return RowStates(initial, None, is_cache, None, longest if names else None)
