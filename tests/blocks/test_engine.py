@@ -95,6 +95,18 @@ def check_random_requests(
         assert request.tokens == (expected[: len(request.tokens)] if request.reason == "cancelled" else expected)
 
 
+def test_a_step_reads_at_most_step_tokens_of_pieces_and_rows_whose_prompts_end_among_them(model):
+    engine = make(model, slots=8, step_tokens=12)
+    requests = [engine.submit(draw(2 + n, n), Sampling(temperature=0, max_tokens=6)) for n in range(8)]
+    counts = []
+    while engine.pending:
+        read, before = engine.counts.read, [len(request.tokens) for request in requests]
+        engine.step()
+        decoded = sum(len(x.tokens) - max(n, 1) for x, n in zip(requests, before, strict=True) if x.tokens)
+        counts.append(engine.counts.read - read + decoded)
+    assert max(counts) == 12
+
+
 def test_random_requests_give_the_tokens_of_runs_alone(model):
     check_random_requests(make(model), 12, seed=0)
 

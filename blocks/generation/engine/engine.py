@@ -278,13 +278,19 @@ class Engine:
         """Read a piece of each prompt within the budget, and draw the first token where it was the last piece."""
         pool = self._reading
         decoding = self._decoding
-        budget = self.step_tokens - len(decoding) * (1 + decoding.drafted(decoding.width))
+        per_row = 1 + decoding.drafted(decoding.width)  # or fewer with more rows
+        budget = self.step_tokens - len(decoding) * per_row
         pieces = [pool.jobs[0].prompt[:0]] * len(pool)
         for row in sorted(range(len(pool)), key=lambda row: pool.jobs[row].number):
             job = pool.jobs[row]
             end = len(job.prompt)
             if self.prefixes is not None and job.node is not None:
                 end = self.prefixes.boundary(job.node, job.read)
+            if end == len(job.prompt):  # the step then decodes its row, too
+                if end - job.read + per_row <= budget:
+                    budget -= per_row
+                else:
+                    end -= 1
             pieces[row] = job.prompt[job.read : min(end, job.read + budget)]
             budget -= len(pieces[row])
         self._steps.read(pool, pieces)
