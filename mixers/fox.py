@@ -15,10 +15,13 @@ from deltazoo.backends.ops.forgetting_attention import (
     forgetting_attention,
     refusals,
 )
+from deltazoo.backends.ops.paged_attention import page_refusals
 from deltazoo.backends.ops.rms_norm import apply_gate
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.watch import runs_by_kernel
-from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, PageTable, Place
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
@@ -127,6 +130,14 @@ class FoXMixer(TokenCacheMixer):
             state["shift"] = self.shift.init_state(batch, 2 * self.key_value_heads * self.head_width, like)
         return state
 
+    def init_paged_state(self, capacity: int, pages: PageTable) -> NamedTensors:
+        """Return an empty state with paged keys and values; without pages if they are not supported."""
+        like = activation_like(self.out, self)
+        k = self.empty_cache(1, 1, like)["k"]
+        if page_refusals(k, pages.slots):
+            return self.init_state(len(pages.table), capacity)
+        return self.paged_state(pages, like)
+
     def split_refusal(self) -> None:
         return None
 
@@ -162,6 +173,8 @@ class FoXMixer(TokenCacheMixer):
         """Attend with the gates as channels of the keys, which the cache stores as well."""
         q, k, v = in_gate_dtype(q, k, v)
         k = keys_with_gates(k, sums, self.scale)
+        if state is not None and "pages" in state:
+            return self.attend_paged(queries_with_gates(q, self.key_value_heads), k, v, self.scale, state, new, context)
         if state is not None and runs_by_kernel(KERNEL, _cache_refusals(q, state["k"])):
             self.append({"k": k, "v": v}, state, new, q, context)
             return self._attend_cache(q, new, context)

@@ -6,7 +6,8 @@
 Pages belong to sequences by the table alone: several may list the same page. Page 0 belongs to none: a token whose
 position has no page is not stored, and its output is undefined. Nothing here records gradients.
 
-B batch, T time, H query heads, G key-value heads, E head width, N sequences, M pages of a sequence, S slots of a page
+B batch, T time, H query heads, G key-value heads, E key width, V value width, N sequences, M pages of a sequence,
+S slots of a page
 """
 
 import itertools
@@ -26,7 +27,7 @@ LEAST_SLOTS = 16  # slots of the smallest page that the kernels support
 
 
 class Pages(NamedTuple):
-    """Pages of one cache, k and v [P, S, G, E], and the table [N, M] int32 of a batch."""
+    """Pages of one cache, k [P, S, G, E] and v [P, S, G, V], and the table [N, M] int32 of a batch."""
 
     k: Tensor
     v: Tensor
@@ -48,12 +49,13 @@ def attend_pages_(
     """Store keys and values of new tokens in their pages, in place, and attend to all tokens up to each.
 
     Args:
-        q: [B, T, H, E], for which `page_refusals` is empty; k, v: [B, T, G, E], in the dtype of the pages.
+        q: [B, T, H, E], for which `page_refusals` is empty.
+        k: [B, T, G, E], v: [B, T, G, V], in the dtype of the pages; V is at most E.
         before: [N] int64, the tokens of each sequence that the pages hold already.
         scale: factor on the scores.
         counts: [N] int64, the real tokens of each row, which are its first ones; None: all. The others are not stored.
         cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1, else B = N.
-    Returns: [B, T, H, E], 0 for tokens after the last packed sequence; undefined for padded tokens.
+    Returns: [B, T, H, V], 0 for tokens after the last packed sequence; undefined for padded tokens.
     """
     by_kernel = runs_by_kernel("attention over pages", _kernel_refusals(q, pages.k.shape[1]))
     attend = paged_op.attend_pages if by_kernel else _attend_pages
@@ -71,11 +73,11 @@ def _plain(*arguments: object) -> Tensor:
     """Compute the operator on a CPU, by the lengths of the sequences."""
     call = PagedCall(*arguments)  # type: ignore[arg-type]
     if not call.q.numel():
-        return torch.empty_like(call.q)
+        return paged_op.fake(*arguments)
     if call.cu_seqlens is None:
         o = _attend_rows(call)
     else:
-        o, bounds = torch.zeros_like(call.q), call.cu_seqlens.tolist()
+        o, bounds = paged_op.fake(*arguments).zero_(), call.cu_seqlens.tolist()
         for n, (start, end) in enumerate(itertools.pairwise(bounds)):
             if start == end:
                 continue

@@ -88,6 +88,10 @@ class FilterMixer(Mixer, ABC):
             state |= {f"{name}.{key}": tensor for key, tensor in filter_state.items()}
         return state
 
+    def expected_state(self, state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """Return a state without rows, with the names and dtypes that this state must have."""
+        return self.initial_state(0, 1, like)
+
     def apply_filter(
         self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Tensor:
@@ -117,10 +121,11 @@ class FilterMixer(Mixer, ABC):
     ) -> MixerOutput:
         x_BTD, context, order = left_align(x, self.width, context, getattr(self.out, "weight", None))
         if state is not None:
-            expected = self.initial_state(0, 1, x_BTD)
+            expected = self.expected_state(state, x_BTD)
             check_names(state, expected)
-            check_dtypes(state, {name: tensor.dtype for name, tensor in expected.items()}, x_BTD)
-            check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
+            tensors = {name: tensor for name, tensor in expected.items() if isinstance(tensor, Tensor)}
+            check_dtypes(state, {name: tensor.dtype for name, tensor in tensors.items()}, x_BTD)
+            check_state({name: state[name].shape[0] for name in tensors}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, None if state is None else dict(state), new, context)
         new_state = None if state is None else NamedTensors({name: new[name] for name in state})

@@ -19,15 +19,21 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def pages_in_random_order(lengths: list[int], slots: int, width: int, dtype: torch.dtype, device: str) -> Pages:
-    """Pages for sequences of these lengths, in random order among others; page 0 and free ones are NaN."""
+def pages_in_random_order(
+    lengths: list[int], slots: int, widths: tuple[int, int], dtype: torch.dtype, device: str
+) -> Pages:
+    """Pages for sequences of these lengths, in random order among others; page 0 and free ones are NaN.
+
+    Args: widths: of keys and values.
+    """
     counts = [-(-length // slots) for length in lengths]
     order = list(range(1, sum(counts) + 4))
     random.Random(0).shuffle(order)
     table = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
     for n, count in enumerate(counts):
         table[n, :count] = torch.tensor([order.pop() for _ in range(count)])
-    k, v = (torch.full((sum(counts) + 4, slots, G, width), torch.nan, dtype=dtype, device=device) for _ in range(2))
+    shape = sum(counts) + 4, slots, G
+    k, v = (torch.full((*shape, width), torch.nan, dtype=dtype, device=device) for width in widths)
     return Pages(k, v, table.to(device))
 
 
@@ -57,12 +63,13 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hts,she->the", scores.masked_fill(future, -torch.inf).softmax(-1), v)
 
 
-# tokens before, new tokens, query heads, width, slots of a page, whether packed
+# tokens before, new tokens, query heads, widths of keys and values, slots of a page, whether packed
 CASES = {
-    "one token": ([0, 31, 32, 77], [1, 1, 1, 1], 2, 12, 32, False),
-    "drafts, grouped heads": ([0, 33, 100], [3, 3, 3], 6, 20, 32, False),
-    "pack with empty sequences": ([5, 0, 40, 0, 17], [9, 0, 30, 41, 0], 4, 16, 16, True),
-    "long pack": ([63, 64], [70, 1], 2, 32, 64, True),
+    "one token": ([0, 31, 32, 77], [1, 1, 1, 1], 2, (12, 12), 32, False),
+    "drafts, grouped heads": ([0, 33, 100], [3, 3, 3], 6, (20, 20), 32, False),
+    "drafts, wider keys": ([0, 15, 100], [2, 2, 2], 2, (24, 9), 16, False),
+    "pack with empty sequences": ([5, 0, 40, 0, 17], [9, 0, 30, 41, 0], 4, (16, 16), 16, True),
+    "long pack, wider keys": ([63, 64], [70, 1], 2, (40, 32), 64, True),
 }
 FORMS = [
     pytest.param("torch", torch.float64, 1e-12, id="torch, float64"),
@@ -74,17 +81,19 @@ FORMS = [
 @pytest.mark.parametrize(("form", "dtype", "tolerance"), FORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_new_tokens_attend_to_those_of_their_sequence_and_join_them(name, form, dtype, tolerance):
-    before, new, H, E, slots, packed = CASES[name]
+    before, new, H, (E, V), slots, packed = CASES[name]
     device = DEVICE if form == "kernels" else "cpu"
     N, T = len(before), sum(new) if packed else new[0]
-    pages = pages_in_random_order([b + n for b, n in zip(before, new, strict=True)], slots, E, dtype, device)
+    pages = pages_in_random_order([b + n for b, n in zip(before, new, strict=True)], slots, (E, V), dtype, device)
     past = [
-        [draw(b, G, E, seed=10 * n + i, dtype=dtype, device=device) for i in range(2)] for n, b in enumerate(before)
+        [draw(b, G, width, seed=10 * n + i, dtype=dtype, device=device) for i, width in enumerate((E, V))]
+        for n, b in enumerate(before)
     ]
     for n, (k, v) in enumerate(past):
         fill(pages, n, k, v)
     shape = (1, T + 5) if packed else (N, T)  # a pack ends with tokens of no sequence
-    q, k, v = (draw(*shape, heads, E, seed=i, dtype=dtype, device=device) for i, heads in enumerate((H, G, G)))
+    sizes = (H, E), (G, E), (G, V)
+    q, k, v = (draw(*shape, *size, seed=i, dtype=dtype, device=device) for i, size in enumerate(sizes))
     bounds = [0, *torch.tensor(new).cumsum(0).tolist()]
     cu = torch.tensor(bounds, dtype=torch.int32, device=device) if packed else None
     before_N = torch.tensor(before, device=device)
@@ -104,7 +113,7 @@ def test_new_tokens_attend_to_those_of_their_sequence_and_join_them(name, form, 
 @pytest.mark.parametrize(("form", "dtype", "tolerance"), FORMS[:2])
 def test_padded_tokens_and_rows_without_pages_store_nothing(form, dtype, tolerance):
     device = DEVICE if form == "kernels" else "cpu"
-    pages = pages_in_random_order([4, 0], 16, 8, dtype, device)
+    pages = pages_in_random_order([4, 0], 16, (8, 8), dtype, device)
     kept = pages.k.clone(), pages.v.clone()
     q, k, v = (draw(2, 4, heads, 8, seed=heads, dtype=dtype, device=device) for heads in (4, G, G))
     before, counts = torch.tensor([0, 70], device=device), torch.tensor([2, 4], device=device)
@@ -123,7 +132,7 @@ def test_padded_tokens_and_rows_without_pages_store_nothing(form, dtype, toleran
 @pytest.mark.parametrize(("form", "dtype", "tolerance"), FORMS[:2])
 def test_drafts_beyond_the_pages_of_a_row_do_not_change_those_within(form, dtype, tolerance):
     device = DEVICE if form == "kernels" else "cpu"
-    pages = pages_in_random_order([32], 16, 8, dtype, device)
+    pages = pages_in_random_order([32], 16, (8, 8), dtype, device)
     keys, values = (draw(32, G, 8, seed=seed, dtype=dtype, device=device) for seed in (7, 8))
     fill(pages, 0, keys[:30], values[:30])
     q, k, v = (draw(1, 4, heads, 8, seed=heads, dtype=dtype, device=device) for heads in (4, G, G))
@@ -139,7 +148,7 @@ def test_drafts_beyond_the_pages_of_a_row_do_not_change_those_within(form, dtype
 def test_one_token_with_norm_and_rotation_reads_pages_as_one_block(dtype):
     """The pages give the bits of a contiguous cache with the same tiles."""
     H, E, slots, before = 4, 12, 16, [0, 15, 16, 130]
-    pages = pages_in_random_order([b + 1 for b in before], slots, E, dtype, DEVICE)
+    pages = pages_in_random_order([b + 1 for b in before], slots, (E, E), dtype, DEVICE)
     S = pages.table.shape[1] * slots
     k, v = (torch.zeros(4, S, G, E, dtype=dtype, device=DEVICE) for _ in range(2))
     for n, length in enumerate(before):
@@ -162,7 +171,7 @@ def test_one_token_with_norm_and_rotation_reads_pages_as_one_block(dtype):
 
 @needs_triton
 def test_a_row_without_pages_stores_nothing_and_gives_zeros():
-    pages = pages_in_random_order([20, 0], 16, 8, torch.float32, DEVICE)
+    pages = pages_in_random_order([20, 0], 16, (8, 8), torch.float32, DEVICE)
     fill(pages, 0, *(draw(20, G, 8, seed=i) for i in range(2)))
     kept, position = pages.k.clone(), torch.tensor([19, 500], device=DEVICE)
     o = attend_token_(
@@ -177,7 +186,7 @@ def test_a_row_without_pages_stores_nothing_and_gives_zeros():
 @pytest.mark.parametrize("name", ["attend_pages_", pytest.param("triton_attend_pages_", marks=needs_triton)])
 def test_the_operators_pass_opcheck(name):
     device = DEVICE if name.startswith("triton") else "cpu"
-    pages = pages_in_random_order([20, 9], 16, 8, torch.float32, device)
+    pages = pages_in_random_order([20, 9], 16, (8, 8), torch.float32, device)
     pages.k.zero_()
     pages.v.zero_()
     q, k, v = (draw(2, 3, heads, 8, seed=heads, device=device) for heads in (4, G, G))
@@ -187,7 +196,7 @@ def test_the_operators_pass_opcheck(name):
 
 
 def test_the_wrapper_takes_the_plain_form_for_small_pages():
-    pages = pages_in_random_order([5], 4, 8, torch.float32, "cpu")
+    pages = pages_in_random_order([5], 4, (8, 8), torch.float32, "cpu")
     q, k, v = (draw(1, 5, heads, 8, seed=heads, device="cpu") for heads in (4, G, G))
     o = attend_pages_(q, k, v, pages, torch.tensor([0]), SCALE)
     torch.testing.assert_close(o[0].double(), expected(q[0], k[0], v[0]), rtol=1e-5, atol=1e-5)

@@ -40,26 +40,27 @@ def check(compiler: Compiler, names: list[str]) -> None:
             assert not problems(sass), name
 
 
-def pages(G: int, E: int, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    k, v = (torch.empty(PAGES, SLOTS, G, E, dtype=dtype) for _ in range(2))
+def pages(G: int, widths: tuple[int, int], rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    k, v = (torch.empty(PAGES, SLOTS, G, width, dtype=dtype) for width in widths)
     return [k, v, torch.zeros(rows, 128, dtype=torch.int32)]
 
 
 @pytest.mark.parametrize(
-    ("H", "G", "E", "rows", "T", "dtype"),
+    ("H", "G", "E", "V", "rows", "T", "dtype"),
     [
-        pytest.param(32, 32, 64, 8, 2048, torch.bfloat16, id="pack"),
-        pytest.param(32, 8, 128, 8, 64, torch.bfloat16, id="short pack, grouped heads"),
-        pytest.param(16, 2, 256, 4, 512, torch.bfloat16, id="wide heads"),
-        pytest.param(16, 16, 128, 4, 3, torch.float32, id="drafts in float32"),
+        pytest.param(32, 32, 64, 64, 8, 2048, torch.bfloat16, id="pack"),
+        pytest.param(32, 32, 72, 64, 8, 2048, torch.bfloat16, id="pack with forget gates"),
+        pytest.param(32, 8, 128, 128, 8, 64, torch.bfloat16, id="short pack, grouped heads"),
+        pytest.param(16, 2, 256, 256, 4, 512, torch.bfloat16, id="wide heads"),
+        pytest.param(16, 16, 128, 128, 4, 3, torch.float32, id="drafts in float32"),
     ],
 )
-def test_the_kernels_of_new_tokens_compile(compiler, H, G, E, rows, T, dtype):
+def test_the_kernels_of_new_tokens_compile(compiler, H, G, E, V, rows, T, dtype):
     packed = T > 4
     B = 1 if packed else rows
-    q, k, v = (torch.empty(B, T, heads, E, dtype=dtype) for heads in (H, G, G))
+    q, k, v = (torch.empty(B, T, *size, dtype=dtype) for size in ((H, E), (G, E), (G, V)))
     cu = torch.zeros(rows + 1, dtype=torch.int32) if packed else None
-    paged_op.attend_pages(q, k, v, *pages(G, E, rows, dtype), torch.zeros(rows, dtype=torch.int64), None, cu, 0.1)
+    paged_op.attend_pages(q, k, v, *pages(G, (E, V), rows, dtype), torch.zeros(rows, dtype=torch.int64), None, cu, 0.1)
     names = ["store_pages_kernel", "paged_attention_kernel"]
     check(compiler, [*names, "combine_parts_kernel"] if len(compiler.compiled) == 3 else names)
 
@@ -67,6 +68,6 @@ def test_the_kernels_of_new_tokens_compile(compiler, H, G, E, rows, T, dtype):
 @pytest.mark.parametrize(("H", "G", "E"), [(32, 32, 64), (32, 8, 128)])
 def test_the_kernel_of_one_token_compiles(compiler, H, G, E):
     qkv, position = torch.empty(4, (H + 2 * G) * E, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-    k, v, table = pages(G, E, 4, torch.bfloat16)
+    k, v, table = pages(G, (E, E), 4, torch.bfloat16)
     token_op.attend_token(qkv, None, None, None, k, v, position, table, E // 2, 1e4, [], 0.0, 0.1)
     check(compiler, ["token_attention_kernel", "combine_token_kernel"])

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from test_engine import VOCAB, alone, check_random_requests, draw, make, random_requests, run
+from test_engine import VOCAB, alone, check_random_requests, draw, make, model_of, random_requests, run
 
 from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
@@ -53,6 +53,11 @@ def check_random_requests_in_pages(model: LanguageModel, count: int, seed: int, 
 @pytest.mark.parametrize("settings", [{}, {"prefix_bytes": 0}, {"speculate": 3, "step_tokens": 40}])
 def test_random_requests_in_a_small_pool_give_the_tokens_of_runs_alone(model, settings):
     check_random_requests_in_pages(model, 10, seed=0, **settings)
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_random_requests_to_forgetting_attention_give_the_tokens_of_runs_alone(speculate):
+    check_random_requests_in_pages(model_of("fox(heads=2, kv_shift=True)"), 8, 0, speculate=speculate, step_tokens=40)
 
 
 @pytest.mark.slow
@@ -196,7 +201,7 @@ def test_a_page_is_free_when_its_last_user_releases_it():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("settings", [{}, {"speculate": 3, "step_tokens": 40}])
-@pytest.mark.parametrize("pattern", ["attention(heads=2) + gated_deltanet(heads=2)", None])
+@pytest.mark.parametrize("pattern", ["attention(heads=2) + gated_deltanet(heads=2)", "fox(heads=2)", None])
 def test_captured_steps_read_pages_by_kernels(model, build, spec, monkeypatch, pattern, settings):
     """The engine captures them in CUDA graphs, of more rows than there are requests."""
     monkeypatch.setattr(pages, "PAGE_TOKENS", 16)

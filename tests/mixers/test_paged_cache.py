@@ -5,29 +5,41 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.io.errors import StateError
-from deltazoo.mixers import Attention, Context, PageTable, SlidingWindow
-from deltazoo.mixers.attention import AttentionMixer
+from deltazoo.mixers import Attention, Context, FoX, Mixer, PageTable, SlidingWindow
+from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.parts import CachePages, KVCache, PagedCache
+
+State = KVCache | PagedCache | NamedTensors
 
 WIDTH, ROWS, SLOTS = 24, 3, 4
 CONFIGS = {
     "grouped heads": Attention(heads=4, key_value_heads=2, head_width=6),
     "gate, norm, no positions": Attention(heads=2, gate=True, qk_norm="all", rotary_theta=None),
+    "forget gates": FoX(heads=4, key_value_heads=2, head_width=6, rotary_theta=1e3, kv_shift=True),
 }
 
 
 @pytest.fixture(params=CONFIGS)
-def mixer(request) -> AttentionMixer:
+def mixer(request) -> Mixer:
     torch.manual_seed(0)
     return CONFIGS[request.param].build(WIDTH).double()
 
 
-def paged(mixer: AttentionMixer) -> PagedCache:
+def pages_of(state: State) -> CachePages | None:
+    return state.get("pages") if isinstance(state, NamedTensors) else getattr(state, "pages", None)
+
+
+def position_of(state: State) -> Tensor:
+    return state["seen"] if isinstance(state, NamedTensors) else state.position
+
+
+def paged(mixer: Mixer) -> State:
     """Rows of up to 5 pages in an order that mixes them."""
     order = torch.randperm(5 * ROWS, generator=torch.Generator().manual_seed(1)).int() + 1
     state = mixer.init_paged_state(5 * SLOTS, PageTable(order.view(ROWS, 5), 5 * ROWS, SLOTS))
-    assert isinstance(state, PagedCache)
-    for x in (state.pages.k, state.pages.v):
+    pages = pages_of(state)
+    assert pages is not None
+    for x in (pages.k, pages.v):
         x.fill_(torch.nan)  # what earlier requests left
     return state
 
@@ -36,13 +48,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def check_both(mixer: AttentionMixer, calls: list[tuple[Tensor, Context]]) -> None:
-    states: list[KVCache | PagedCache] = [mixer.init_state(ROWS, 5 * SLOTS), paged(mixer)]
+def check_both(mixer: Mixer, calls: list[tuple[Tensor, Context]]) -> None:
+    states: list[State] = [mixer.init_state(ROWS, 5 * SLOTS), paged(mixer)]
     for x, context in calls:
         results = [mixer(x, state, context) for state in states]
         torch.testing.assert_close(results[1].y, results[0].y, rtol=1e-12, atol=1e-12)
         states = [result.state for result in results]
-        assert torch.equal(states[0].position, states[1].position)
+        assert torch.equal(*map(position_of, states))
 
 
 @torch.no_grad()
@@ -82,8 +94,8 @@ def test_a_compiled_step_is_one_graph(mixer):
         _, state, _ = mixer(draw(ROWS, 7), state)
         outputs.append([call(draw(ROWS, 1, seed=seed), state).y for seed in range(3)])
     torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
-    assert torch.equal(states[0].position, states[1].position)
-    assert torch.equal(states[0].pages.k.nan_to_num(7.0), states[1].pages.k.nan_to_num(7.0))
+    assert torch.equal(*map(position_of, states))
+    assert torch.equal(*(pages_of(state).k.nan_to_num(7.0) for state in states))
 
 
 def test_a_window_keeps_its_ring_and_pages_are_no_tensors_of_the_tree():
@@ -103,6 +115,7 @@ def test_gradients_full_pages_and_other_states_are_refused(mixer):
         with pytest.raises(StateError, match="the cache is full: its capacity is 20 tokens, but a sequence has 21"):
             mixer(x, paged(mixer))
         state = paged(mixer)
-        narrow = state._replace(pages=CachePages(state.pages.k[..., :1], state.pages.v[..., :1]))
-        with pytest.raises(StateError, match="the cache must have key-value heads and head width"):
-            mixer(x[:, :1], narrow)
+        pages = pages_of(state)
+        pages.k, pages.v = pages.k[..., :1], pages.v[..., :1]
+        with pytest.raises(StateError, match=r"the cache must have key-value heads|state 'k' must have shape"):
+            mixer(x[:, :1], state)

@@ -1,8 +1,10 @@
 """Operator and launches of the attention of new tokens over a paged cache.
 
-B batch, T time, H query heads, G key-value heads, E head width, N sequences, M pages of a sequence, S slots of a page
+B batch, T time, H query heads, G key-value heads, E key width, V value width, N sequences, M pages of a sequence,
+S slots of a page
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,8 @@ class PagedCall(NamedTuple):
     """The operator's arguments.
 
     Args:
-        q: [B, T, H, E]; k, v: [B, T, G, E], of the new tokens. k_pages, v_pages: [P, S, G, E], which change in place.
+        q: [B, T, H, E]; k: [B, T, G, E]; v: [B, T, G, V], of the new tokens. k_pages: [P, S, G, E]; v_pages:
+            [P, S, G, V], which change in place.
         table: [N, M] int32, the pages of each sequence; 0: none.
         before: [N] int64, its tokens before. counts: [N] int64, its real new tokens, without packs; None: T.
         cu_seqlens: [N + 1] int32, bounds of packed sequences; then B = 1.
@@ -51,8 +54,8 @@ def schema_of(name: str) -> str:
 
 def fake(*arguments: object) -> Tensor:
     """Return an empty result."""
-    q = PagedCall(*arguments).q  # type: ignore[arg-type]
-    return q.new_empty(q.shape)
+    call = PagedCall(*arguments)  # type: ignore[arg-type]
+    return call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
 
 
 def _attend(*arguments: object) -> Tensor:
@@ -75,24 +78,25 @@ def _launch(call: PagedCall) -> Tensor:
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     x, (B, T), S = Operands.of(call.q, call.k, call.v, call.cu_seqlens), call.q.shape[:2], call.k_pages.shape[1]
-    (H, G, E), packed, device = x.heads, call.cu_seqlens is not None, device_spec(device_of(call.q).index)
-    config = launch_of("pages", E, call.q.dtype, device.shared_memory)
+    (H, G, E), V, packed = x.heads, call.v.shape[3], call.cu_seqlens is not None
+    device = device_spec(device_of(call.q).index)
+    config = launch_of("pages", max(E, V), call.q.dtype, device.shared_memory)
     group = power_of_two(H // G)
     rows = min(config.queries, max(16, power_of_two(T * group)))
     tokens, keys = max(1, rows // group), max(16, min(config.keys, S))
     slots = x.slots(tokens)
     parts = _parts(slots * G, call.table.shape[1] * S // (2 * keys), device.processors)
-    width, unit = max(16, power_of_two(E)), x.unit()
+    unit = math.gcd(x.unit(), V)
     traits = PagedTraits(
-        H=H, G=G, E=E, V=E, BE=width, BV=width, GROUP=group, TOKENS=tokens, BN=keys, PAGE=S, PARTS=parts,
-        SCALE=call.scale, UNIT=unit, PACKED=packed, PREC="tf32" if tf32_allowed() else "tf32x3",
-        OVERLAP=architecture(device) == "sm90",
+        H=H, G=G, E=E, V=V, BE=max(16, power_of_two(E)), BV=max(16, power_of_two(V)), GROUP=group, TOKENS=tokens,
+        BN=keys, PAGE=S, PARTS=parts, SCALE=call.scale, UNIT=unit, PACKED=packed,
+        PREC="tf32" if tf32_allowed() else "tf32x3", OVERLAP=architecture(device) == "sm90",
     )  # fmt: skip
     # zeros, because no program writes tokens after the last packed sequence or padded ones
     new = call.q.new_zeros if packed or call.counts is not None else call.q.new_empty
-    o, partial, lse = new(B, T, H, E), None, None
+    o, partial, lse = new(B, T, H, V), None, None
     if parts > 1:
-        partial = new(B, T, H, parts, E, dtype=torch.float32)
+        partial = new(B, T, H, parts, V, dtype=torch.float32)
         lse = call.q.new_full((B, T, H, parts), -torch.inf, dtype=torch.float32)
     tensors = {
         **call._asdict(), "q": x.q, "k": x.k, "v": x.v, "cu": call.cu_seqlens, "o": o, "partial": partial, "lse": lse,

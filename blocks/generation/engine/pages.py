@@ -110,7 +110,7 @@ class RowStates(NamedTuple):
     @property
     def page_bytes(self) -> int:
         """The size of a page in all layers."""
-        return sum(2 * cache.k[0].numel() * cache.k.element_size() for cache in self.caches)
+        return sum(x[0].numel() * x.element_size() for cache in self.caches for x in (cache.k, cache.v))
 
 
 _UNBOUNDED = 2**30  # tokens; no window is longer

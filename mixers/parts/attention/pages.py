@@ -1,6 +1,6 @@
 """Paged caches: the keys and values of all rows in one pool, and a table of the pages of each row.
 
-B batch, P pages, S slots of a page, M pages of a row, G key-value heads, E head width
+B batch, P pages, S slots of a page, M pages of a row, G key-value heads, E key width, V value width
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from deltazoo.mixers.core.sequences import token_counts
 
 
 class CachePages:
-    """The pages of one layer, k and v [P, S, G, E].
+    """The pages of one layer, k [P, S, G, E] and v [P, S, G, V].
 
     Not a pytree: copying or selecting rows of a state leaves the pages as they are, because they belong to all rows.
     """
@@ -50,7 +50,7 @@ def empty_pages(pages: PageTable, heads: int, width: int, like: Tensor) -> Paged
 
 
 def attend_paged(q: Tensor, k: Tensor, v: Tensor, scale: float, cache: PagedCache, context: Context) -> Tensor:
-    """Store new tokens in the cache without counting them, and attend to all tokens up to each. Returns: [B, T, H, E].
+    """Store new tokens in the cache without counting them, and attend to all tokens up to each. Returns: [B, T, H, V].
 
     Drafted tokens are stored, too: those after the position of a row are not read, and later ones replace them.
 

@@ -7,7 +7,8 @@ A tile holds TOKENS consecutive tokens of a sequence, each with all query heads 
 With PARTS > 1 programs attend to parts of the keys, and `combine_parts_kernel` combines their results. Page 0 is none:
 tokens whose position has no page are not stored, and no query sees them.
 
-T tokens of the call, H query heads, G key-value heads, E head width, N sequences, M pages of a sequence, P parts
+T tokens of the call, H query heads, G key-value heads, E key width, V value width, N sequences, M pages of a sequence,
+P parts
 """
 
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class PagedTraits(NamedTuple):
     """Compile-time parameters.
 
     Args:
-        H, G, E: sizes; V = E. BE, BV: the smallest power of two >= E, at least 16.
+        H, G, E, V: sizes. BE, BV: the powers of two from E and V on, at least 16.
         GROUP: the smallest power of two >= H / G. TOKENS: of a tile; TOKENS x GROUP is at least 16.
         BN: keys of a tile. PAGE: slots of a page, a multiple of BN. PARTS: P, a power of two.
         SCALE: factor of q . k. UNIT: a number by which all strides are divisible, for wide loads.
@@ -68,26 +69,27 @@ def store_pages_kernel(
 ):  # fmt: skip
     """Store the keys and values of a tile of tokens.
 
-    Grid: G x slots. Reads k, v [.., T, G E], table [N, M] int32, before [N] int64, counts [N] int64, the real tokens of
-    each row, or None: all are. Writes k_pages, v_pages [pages, PAGE, G, E].
+    Grid: G x slots. Reads k [.., T, G E], v [.., T, G V], table [N, M] int32, before [N] int64, counts [N] int64, the
+    real tokens of each row, or None: all are. Writes k_pages [pages, PAGE, G, E] and v_pages [pages, PAGE, G, V].
     """
     E: tl.constexpr = traits.E
+    V: tl.constexpr = traits.V
     g = tl.program_id(0) // slots
     n, start, length, begin = locate_tile(tl.program_id(0) % slots, cu, counts, T, N, traits)
     if begin < length:
         token = begin + tl.arange(0, traits.TOKENS)
         e = tl.arange(0, traits.BE)[None, :]
+        c = tl.arange(0, traits.BV)[None, :]
         position = tl.load(before + n) + token
         known = (token < length) & (position < M * traits.PAGE)
         page = tl.load(table + tl.cast(n, tl.int64) * M + position // traits.PAGE, mask=known, other=0)
-        mask = (page > 0)[:, None] & (e < E)
-        row = page.to(tl.int64) * traits.PAGE + position % traits.PAGE
-        at = (row[:, None] * traits.G + g) * E + e
+        stored = (page > 0)[:, None]
+        row = (page.to(tl.int64) * traits.PAGE + position % traits.PAGE)[:, None] * traits.G + g
         source = (start + token)[:, None]
-        k_tile = tl.load(k + source * (k_stride * traits.UNIT) + g * E + e, mask=mask, other=0.0)
-        v_tile = tl.load(v + source * (v_stride * traits.UNIT) + g * E + e, mask=mask, other=0.0)
-        tl.store(k_pages + at, k_tile, mask=mask)
-        tl.store(v_pages + at, v_tile, mask=mask)
+        k_tile = tl.load(k + source * (k_stride * traits.UNIT) + g * E + e, mask=stored & (e < E), other=0.0)
+        v_tile = tl.load(v + source * (v_stride * traits.UNIT) + g * V + c, mask=stored & (c < V), other=0.0)
+        tl.store(k_pages + row * E + e, k_tile, mask=stored & (e < E))
+        tl.store(v_pages + row * V + c, v_tile, mask=stored & (c < V))
 
 
 @triton.jit(do_not_specialize=["T", "N", "M", "slots", "q_stride"])
@@ -96,13 +98,14 @@ def paged_attention_kernel(
 ):  # fmt: skip
     """Attend from a tile of tokens, with the query heads of a key head, to a part of the keys up to each token.
 
-    Grid: slots x G x P, the tiles with most keys first. Reads q [.., T, H E], k_pages, v_pages [pages, PAGE, G, E],
-    table [N, M] int32, before and counts [N] int64. Writes o [.., T, H, E], or with PARTS > 1 partial
-    [.., T, H, P, E] and lse [.., T, H, P], float32.
+    Grid: slots x G x P, the tiles with most keys first. Reads q [.., T, H E], k_pages [pages, PAGE, G, E], v_pages
+    [pages, PAGE, G, V], table [N, M] int32, before and counts [N] int64. Writes o [.., T, H, V], or with PARTS > 1
+    partial [.., T, H, P, V] and lse [.., T, H, P], float32.
     """
     H: tl.constexpr = traits.H
     G: tl.constexpr = traits.G
     E: tl.constexpr = traits.E
+    V: tl.constexpr = traits.V
     BN: tl.constexpr = traits.BN
     BV: tl.constexpr = traits.BV
     ROWS: tl.constexpr = traits.TOKENS * traits.GROUP
@@ -117,14 +120,15 @@ def paged_attention_kernel(
         end = tl.where(tl.load(table) > 0, end, 0)
         i = tl.arange(0, ROWS)
         e = tl.arange(0, traits.BE)[None, :]
+        c = tl.arange(0, BV)[None, :]
         token = i // traits.GROUP
         head = g * (H // G) + i % traits.GROUP
         in_rows = (begin + token < length) & (i % traits.GROUP < H // G)
-        mask = in_rows[:, None] & (e < E)
         row = start + begin + token
-        q_tile = tl.load(q + row[:, None] * (q_stride * traits.UNIT) + head[:, None] * E + e, mask=mask, other=0.0)
+        q_mask = in_rows[:, None] & (e < E)
+        q_tile = tl.load(q + row[:, None] * (q_stride * traits.UNIT) + head[:, None] * E + e, mask=q_mask, other=0.0)
         k_pages += g * E
-        v_pages += g * E
+        v_pages += g * V
         t = first + token[:, None]
         keys = tl.cdiv(tl.cdiv(end, BN), traits.PARTS) * BN  # of a part
         stop = tl.minimum((part + 1) * keys, end)
@@ -135,17 +139,18 @@ def paged_attention_kernel(
         for at in range(part * keys, stop, BN):
             s = at + tl.arange(0, BN)
             filled = (s < stop) & (page > 0)
-            offset = (first_row(page, at, traits) + tl.arange(0, BN))[:, None] * (G * E) + e
+            slot_row = (first_row(page, at, traits) + tl.arange(0, BN))[:, None] * G
             page = page_of(table, at + BN, stop, traits)  # one tile ahead: its loads do not wait for the table
-            k_tile = tl.load(k_pages + offset, mask=filled[:, None] & (e < E), other=0.0)
+            k_tile = tl.load(k_pages + slot_row * E + e, mask=filled[:, None] & (e < E), other=0.0)
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC)
             x = tl.where((s[None, :] <= t) & filled[None, :], products * (traits.SCALE * LOG2E), float("-inf"))
-            v_tile = tl.load(v_pages + offset, mask=filled[:, None] & (e < E), other=0.0)
+            v_tile = tl.load(v_pages + slot_row * V + c, mask=filled[:, None] & (c < V), other=0.0)
             o_tile, m, l = update_softmax(o_tile, m, l, x, 0.0, v_tile, traits)
         o_tile *= tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
         at_head = row * H + head
+        mask = in_rows[:, None] & (c < V)
         if traits.PARTS == 1:
-            tl.store(o + at_head[:, None] * E + e, o_tile.to(o.dtype.element_ty), mask=mask)
+            tl.store(o + at_head[:, None] * V + c, o_tile.to(o.dtype.element_ty), mask=mask)
         else:
-            tl.store(partial + (at_head[:, None] * traits.PARTS + part) * E + e, o_tile, mask=mask)
+            tl.store(partial + (at_head[:, None] * traits.PARTS + part) * V + c, o_tile, mask=mask)
             tl.store(lse + at_head * traits.PARTS + part, m + tl.log2(l), mask=in_rows)
