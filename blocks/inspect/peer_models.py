@@ -11,7 +11,9 @@ from torch import nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.peers.common import missing_packages
+from deltazoo.blocks.checkpoints.families.qwen3_next import experts_config
 from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.moe import MoE
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers.attention import Attention, AttentionConfig, SlidingWindow
 from deltazoo.mixers.core.mixer import MixerConfig
@@ -23,24 +25,29 @@ from deltazoo.mixers.kda import KDA
 def transformers_model(spec: StackSpec, device: str) -> nn.Module:
     """Build a model of transformers: Qwen3.5 for layers of gated_deltanet, Mistral for layers of attention.
 
+    Layers of both with mixtures of experts become Qwen3-Next.
+
     Raises: ConfigError: the package is not installed, or has no model with these layers.
     """
     _check_installed({"transformers": "transformers"})
     mixers = _mixers(spec)
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": spec.vocab, "hidden_size": spec.width, "num_hidden_layers": spec.depth,
-        "intermediate_size": _mlp_width(spec), "tie_word_embeddings": spec.tied, "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied, "rms_norm_eps": spec.norm_eps,
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     package = import_module("transformers")
-    if all(isinstance(mixer, GatedDeltaNet) for mixer in mixers):
-        shape = _delta_shape(_equal(mixers), spec.width)
-        config = package.Qwen3_5TextConfig(
-            **common, layer_types=["linear_attention"] * spec.depth, linear_num_key_heads=shape.heads,
-            linear_num_value_heads=shape.value_heads, linear_key_head_dim=shape.key_width,
-            linear_value_head_dim=shape.value_width, linear_conv_kernel_dim=_equal(mixers).conv_width,
-        )  # fmt: skip
+    delta = [mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)]
+    attention = [mixer for mixer in mixers if isinstance(mixer, Attention)]
+    if delta and len(delta) + len(attention) == len(mixers):
+        types = ["linear_attention" if isinstance(mixer, GatedDeltaNet) else "full_attention" for mixer in mixers]
+        common |= {"layer_types": types, **_qwen_delta(_equal(delta), spec.width)}
+        if attention:
+            common |= _qwen_attention(_equal(attention), spec.width) | _qwen_experts(spec)
+            return package.Qwen3NextForCausalLM(package.Qwen3NextConfig(**common))
+        config = package.Qwen3_5TextConfig(**common, intermediate_size=_mlp_width(spec))
         return package.Qwen3_5ForCausalLM(config)
+    common["intermediate_size"] = _mlp_width(spec)
     if all(isinstance(mixer, Attention | SlidingWindow) for mixer in mixers):
         mixer = _equal(mixers)
         config = package.MistralConfig(
@@ -50,7 +57,10 @@ def transformers_model(spec: StackSpec, device: str) -> nn.Module:
             max_position_embeddings=2**20,
         )  # fmt: skip
         return package.MistralForCausalLM(config)
-    raise ConfigError("it has no model with these layers; it needs all gated_deltanet, or equal attention.")
+    raise ConfigError(
+        "it has no model with these layers; it needs all gated_deltanet, gated_deltanet and attention with experts, or "
+        "equal attention."
+    )
 
 
 def fla_model(spec: StackSpec, device: str) -> nn.Module:
@@ -157,6 +167,33 @@ def _attention_heads(mixer: AttentionConfig, width: int, *names: str) -> dict[st
     if mixer.gate or mixer.qk_norm or mixer.rotary_theta is None or mixer.rotary_fraction != 1:
         raise ConfigError("attention must have rotary embeddings of all channels, no gate and no qk_norm.")
     return dict(zip(names, mixer.resolve_heads(width), strict=True))
+
+
+def _qwen_delta(mixer: GatedDeltaNet, width: int) -> dict[str, int]:
+    shape = _delta_shape(mixer, width)
+    return {
+        "linear_num_key_heads": shape.heads, "linear_num_value_heads": shape.value_heads,
+        "linear_key_head_dim": shape.key_width, "linear_value_head_dim": shape.value_width,
+        "linear_conv_kernel_dim": mixer.conv_width,
+    }  # fmt: skip
+
+
+def _qwen_attention(mixer: Attention, width: int) -> dict[str, Any]:
+    if not mixer.gate or mixer.qk_norm != "head" or mixer.rotary_theta is None:
+        raise ConfigError("attention beside gated_deltanet must have a gate, qk_norm='head' and rotary embeddings.")
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    rope = {
+        "rope_type": "default", "rope_theta": mixer.rotary_theta, "partial_rotary_factor": mixer.rotary_fraction,
+    }  # fmt: skip
+    return {**dict(zip(names, mixer.resolve_heads(width), strict=True)), "rope_parameters": rope}
+
+
+def _qwen_experts(spec: StackSpec) -> dict[str, Any]:
+    mlps = {layer.mlp for layer in spec.expand()}
+    mlp = mlps.pop()
+    if mlps or not isinstance(mlp, MoE) or not mlp.shared_gate or mlp.activation != "silu" or not mlp.gated:
+        raise ConfigError("all layers must have the same mixture of gated experts, with a gated shared one.")
+    return experts_config(mlp, spec.width) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _fla_heads(mixer: AttentionConfig, width: int, names: tuple[str, str, str]) -> dict[str, int]:

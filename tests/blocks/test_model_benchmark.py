@@ -66,7 +66,9 @@ def test_parameters_of_unused_experts_are_not_counted():
     assert more.by_parameters - few.by_parameters == 2 * 2 * 3 * 8 * 16  # one more SwiGLU in each of two layers
 
 
-@pytest.mark.parametrize("name", ["gated-deltanet-small", "gated-deltanet-1.3b", "transformer-pp-1.3b"])
+@pytest.mark.parametrize(
+    "name", ["gated-deltanet-small", "gated-deltanet-1.3b", "transformer-pp-1.3b", "qwen3-next-tiny"]
+)
 def test_peer_model_of_transformers_has_as_many_parameters(name):
     pytest.importorskip("transformers", minversion="5.23")
     spec = preset(name)
@@ -175,10 +177,11 @@ def test_models_that_the_other_packages_lack_are_refused():
     refusals = {
         "negative_eigenvalues": GDN.model_copy(update={"pattern": "gated_deltanet(negative_eigenvalues=both)"}),
         "one mixer": GDN.model_copy(update={"pattern": "gated_deltanet | attention"}),
-        "all gated_deltanet, or equal attention": GDN.model_copy(update={"pattern": "gla"}),
+        "or equal attention": GDN.model_copy(update={"pattern": "gla"}),
         "the same dense SwiGLU": attention("attention"),
         "no embedding_scale": GDN.model_copy(update={"embedding_scale": 2.0}),
         "no qk_norm": attention("attention(qk_norm=head)", mlp={"width": 16}),
+        "must have a gate": GDN.model_copy(update={"pattern": "gated_deltanet + attention"}),
     }
     pytest.importorskip("transformers", minversion="5.23")
     for message, spec in refusals.items():
