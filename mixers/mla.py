@@ -215,5 +215,7 @@ class MLAMixer(TokenCacheMixer):
         weight_HEC = torch.unflatten(self.to_kv.weight, 0, (self.heads, self.K + self.V))
         q_HC = torch.einsum("bthk,hkc->bthc", q[..., : self.K], weight_HEC[:, : self.K])
         query = torch.cat([q_HC, q[..., self.K :].to(q_HC.dtype)], -1)
-        o_HC = attend_cache(query, KVCache(latent, latent[..., : self.C], seen), self.scale, position_BT, self.window)
+        # The heads are queries of one head: with heads of their own SDPA would copy the cached vectors for each.
+        cache = KVCache(latent, latent[..., : self.C], seen)
+        o_HC = attend_cache(query.transpose(1, 2), cache, self.scale, position_BT, self.window).transpose(1, 2)
         return torch.einsum("bthc,hvc->bthv", o_HC, weight_HEC[:, self.K :])
