@@ -78,3 +78,31 @@ def test_other_modules_are_called(change):
     else:
         mlp.shared.out = torch.nn.Linear(8, 16, bias=True, device=DEVICE)
     assert mlp.residual_step(torch.randn(1, 1, 16, device=DEVICE), Norm(torch.ones(16, device=DEVICE), 1e-5)) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_layers_in_a_cuda_graph_load_the_experts_of_each_token():
+    """In a graph the output weights are loaded before the hidden channels are ready."""
+    torch.manual_seed(0)
+    config = MoE(width=96, experts=64, active=4, shared_width=64, shared_gate=True)
+    layers = [config.build(256).to(DEVICE, torch.bfloat16) for _ in range(6)]
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        parameter.normal_(std=0.1)
+    x, norm = torch.randn(1, 1, 256, device=DEVICE).bfloat16(), Norm(torch.ones(256, device=DEVICE).bfloat16(), 1e-5)
+
+    def run() -> torch.Tensor:
+        y = x
+        for layer in layers:
+            y = layer.residual_step(y, norm)
+        return y
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(50):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(captured, run())

@@ -1,9 +1,11 @@
 """Overlap of a kernel with the one launched before it, on sm_90 (programmatic dependent launch).
 
 A kernel with `Options.overlap` starts when every program of the kernel before it has called `start_next` or ended. It
-may then compute addresses and prefetch into the L2 cache, where memory is coherent. Every program calls
-`wait_for_previous` before its first load or store: only then has the kernel before it ended, and with it, because each
-of them waits, every earlier kernel.
+may then compute addresses, load what no kernel of the last launches writes, and prefetch into the L2 cache, where
+memory is coherent. Every program calls `wait_for_previous` before its other loads and its first store: only then has
+the kernel before it ended, and with it, because each of them waits, every earlier kernel. If a kernel calls
+`start_next` after `wait_for_previous`, the next one may load what kernels before it have written, past the L1 cache
+(".cg").
 """
 
 import triton

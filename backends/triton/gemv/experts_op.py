@@ -89,10 +89,11 @@ def _launch(call: ExpertCall, y: Tensor) -> None:
     hidden = tensors | {"w": ready(call.to_hidden), "shared": shared_hidden}
     output = tensors | {"w": ready(call.out), "shared": shared_out}
     options = Options(4, overlap=overlap)
+    early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
     tiles = call.active * cdiv(F, _ROWS) + cdiv(S, _ROWS)
     launcher(select_kernel, tensors, {"traits": traits}, options)(B * cdiv(E, _RANKED), {})
     launcher(expert_hidden_kernel, hidden, {"traits": traits}, options)(B * tiles, {})
-    launcher(expert_output_kernel, output, {"traits": traits}, options)(B * cdiv(D, outputs), {})
+    launcher(expert_output_kernel, output, {"traits": traits}, options)(B * cdiv(D, outputs), {"early": early})
 
 
 def _fake(*arguments: Any) -> Tensor:

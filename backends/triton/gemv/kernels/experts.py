@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
 from deltazoo.backends.triton.gemv.kernels.gemv import activate
 
 
@@ -93,6 +93,18 @@ def select_kernel(logits, bias, expert, score, traits: tl.constexpr):
 
 
 @triton.jit
+def prefetch_rows(w, row, size, traits: tl.constexpr):
+    """Prefetch rows of w [size, D] into the L2 cache."""
+    D: tl.constexpr = traits.D
+    BLOCK: tl.constexpr = traits.BLOCK
+    UNIT: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
+    at = w + tl.minimum(row, size - 1).to(tl.int64)[:, None] * D
+    for start in tl.static_range(0, D, BLOCK):
+        d = start + tl.arange(0, max(1, BLOCK // UNIT)) * UNIT
+        prefetch_line(at + tl.minimum(d, D - 1)[None, :])
+
+
+@triton.jit
 def expert_hidden_kernel(x, norm_weight, expert, w, shared, h, traits: tl.constexpr):
     """Compute ROWS hidden channels of one active expert, or of the shared one, for one row.
 
@@ -109,12 +121,17 @@ def expert_hidden_kernel(x, norm_weight, expert, w, shared, h, traits: tl.conste
     PROGRAMS: tl.constexpr = ROUTED + (S + ROWS - 1) // ROWS
     TIMES: tl.constexpr = 2 if traits.GATED else 1
     ACTIVATION: tl.constexpr = traits.ACTIVATION
-    if traits.OVERLAP:
-        start_next()
     b = tl.program_id(0) // PROGRAMS
     tile = tl.program_id(0) % PROGRAMS
     if traits.OVERLAP:
+        if S > 0:
+            if tile >= ROUTED:
+                own = (tile - ROUTED) * ROWS + tl.arange(0, ROWS)
+                prefetch_rows(shared, own, S, traits)
+                if traits.GATED:
+                    prefetch_rows(shared + S * D, own, S, traits)
         wait_for_previous()
+        start_next()  # not before: the next kernel reads the selected experts before it waits
     choice = tl.minimum(tile // TILES, traits.ACTIVE - 1)
     base = w + tl.load(expert + b * traits.ACTIVE + choice).to(tl.int64) * (TIMES * F * D)
     if S > 0:
@@ -164,12 +181,12 @@ def load_hidden(h, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
     return tl.load(h + f, mask=f < WIDTH, other=0.0)
 
 
-@triton.jit
-def expert_output_kernel(x, logits, expert, score, h, w, shared, y, traits: tl.constexpr):
+@triton.jit(do_not_specialize=["early"])
+def expert_output_kernel(x, logits, expert, score, h, w, shared, y, early, traits: tl.constexpr):
     """Compute OUTPUTS outputs of one row: the sum over its active experts and the shared one, added to x.
 
     Grid: row, tile of OUTPUTS outputs. Reads x [B, D], logits [B, ROUTES], expert and score [B, k], h [B, k F + S],
-    w [E, D, F], shared [D, S]. Writes y [B, D].
+    w [E, D, F], shared [D, S]. Writes y [B, D]. early: as for `gemv_kernel`.
     """
     D: tl.constexpr = traits.D
     E: tl.constexpr = traits.E
@@ -185,20 +202,25 @@ def expert_output_kernel(x, logits, expert, score, h, w, shared, y, traits: tl.c
     row = tl.program_id(0) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
     in_rows = row < D
     if traits.OVERLAP:
-        wait_for_previous()
+        if early == 0:
+            wait_for_previous()
     h += b * (ACTIVE * F + S)
     experts = ()  # every load is issued before the first result is used
     scores = ()
     for j in tl.static_range(ACTIVE):
-        experts = experts + (tl.load(expert + b * ACTIVE + j).to(tl.int64),)
-        scores = scores + (tl.load(score + b * ACTIVE + j),)
+        experts = experts + (tl.load(expert + b * ACTIVE + j, cache_modifier=".cg").to(tl.int64),)
+        scores = scores + (tl.load(score + b * ACTIVE + j, cache_modifier=".cg"),)
     weights = ()
-    inputs = ()
     for j in tl.static_range(ACTIVE):
         weights = weights + (load_row_weights(w + experts[j] * (D * F), row, in_rows, F, BF),)
-        inputs = inputs + (load_hidden(h + j * F, OUTPUTS, F, BF),)
     if S > 0:
         shared_weights = load_row_weights(shared, row, in_rows, S, traits.BS)
+    if traits.OVERLAP:
+        wait_for_previous()
+    inputs = ()
+    for j in tl.static_range(ACTIVE):
+        inputs = inputs + (load_hidden(h + j * F, OUTPUTS, F, BF),)
+    if S > 0:
         products = shared_weights.to(tl.float32) * load_hidden(h + ACTIVE * F, OUTPUTS, S, traits.BS).to(tl.float32)
     total = 0.0
     sums = 0.0
