@@ -11,17 +11,18 @@ from deltazoo.blocks.parallel.context import ContextParallel, Layout
 from deltazoo.mixers.core.config import parse
 from deltazoo.mixers.core.mixer import Context
 
-MIXERS = {
-    "gated_deltanet": {"heads": 2}, "kda": {"heads": 2}, "mamba2": {}, "rwkv7": {},
-    "sliding_window": {"heads": 2, "window": 100}, "attention": {"heads": 2},
-}  # fmt: skip
+MIXERS = (
+    {"mixer": "gated_deltanet", "heads": 2}, {"mixer": "gated_deltanet", "key_width": 200, "value_width": 400},
+    {"mixer": "kda", "heads": 2}, {"mixer": "mamba2"}, {"mixer": "rwkv7"},
+    {"mixer": "sliding_window", "heads": 2, "window": 100}, {"mixer": "attention", "heads": 2},
+)  # fmt: skip
 WIDTH, DOCUMENTS = 256, (0, 400, 650, 650, 900)
 
 
-def errors_of(name: str, parallel: ContextParallel) -> list[float]:
+def errors_of(config: dict[str, object], parallel: ContextParallel) -> list[float]:
     """Return the relative errors of the output and of the gradients of x and all parameters, summed over ranks."""
     torch.manual_seed(0)
-    mixer = parse({"mixer": name, **MIXERS[name]}).build(WIDTH).cuda().bfloat16()
+    mixer = parse(config).build(WIDTH).cuda().bfloat16()
     x, d_y = torch.randn(2, 1, DOCUMENTS[-1], WIDTH, dtype=torch.bfloat16).cuda()
     batch = parallel.plan(1, DOCUMENTS[-1], DOCUMENTS)
     whole = Context(cu_seqlens=torch.tensor(DOCUMENTS, dtype=torch.int32, device="cuda"))
@@ -47,6 +48,6 @@ def run_gpu_rank(rank: int, ranks: int, layout: Layout, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     parallel = ContextParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",)), layout)
-    torch.save({name: errors_of(name, parallel) for name in MIXERS}, f"{folder}/{rank}.pt")
+    torch.save({str(config): errors_of(config, parallel) for config in MIXERS}, f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # threads of NCCL may outlast the interpreter

@@ -125,7 +125,7 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag")])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (2, "zigzag"), (4, "zigzag")])
 def test_gpus_equal_one_gpu(ranks: int, layout: Layout, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
