@@ -152,6 +152,16 @@ def scratch_slots_per_sequence(T, windows, C: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def locate_key_tile(NK: tl.constexpr, traits: tl.constexpr):
+    """Return the scratch slot, value head, key head and tile of keys of a program, of NK tiles."""
+    pid = tl.program_id(0)
+    tile = pid % NK
+    hv = pid // NK % traits.HV
+    h = hv // (traits.HV // traits.H)
+    return pid // NK // traits.HV, hv, h, tile
+
+
+@triton.jit
 def locate_scratch_chunk_in_sequence(
     scratch_slot, n, cu, T, window, windows, C: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr
 ):

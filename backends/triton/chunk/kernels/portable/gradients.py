@@ -26,6 +26,7 @@ from deltazoo.backends.triton.device.layout import (
     load_mma_rows,
     load_rows,
     locate_chunk,
+    locate_key_tile,
     locate_scratch_chunk,
     mma_rows,
     store_mma_rows,
@@ -115,11 +116,7 @@ def gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, window
     NV: tl.constexpr = (V + BV - 1) // BV
     GROUP: tl.constexpr = HV // H
     R: tl.constexpr = 2 * C if DELTA else C
-    pid = tl.program_id(0)
-    tile = pid % NK
-    hv = pid // NK % HV
-    h = hv // GROUP
-    scratch_slot = pid // NK // HV
+    scratch_slot, hv, h, tile = locate_key_tile(NK, traits)
     start, length, slot, c, in_use = locate_scratch_chunk(
         scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
     )

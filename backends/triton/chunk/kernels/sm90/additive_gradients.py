@@ -56,7 +56,7 @@ from deltazoo.backends.triton.chunk.kernels.sm90.value_tiles import (
     state_pointers,
     store_write_sums,
 )
-from deltazoo.backends.triton.device.layout import LOG2E, clamp_log2_decay, opaque_zero
+from deltazoo.backends.triton.device.layout import LOG2E, clamp_log2_decay, locate_key_tile, opaque_zero
 
 
 @gluon.jit
@@ -143,11 +143,7 @@ def sm90_additive_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, 
     STATE_STEP: gl.constexpr = 0 if traits.IN_GRADIENTS else 64 * K
     gl.static_assert(not traits.IN_GRADIENTS or (V == 128 and K % 64 == 0 and GROUP == 1 and not PACKED))
     dtype: gl.constexpr = gmem.states.dtype.element_ty
-    pid = gl.program_id(0)
-    tile = pid % NK
-    hv = pid // NK % HV
-    h = hv // GROUP
-    scratch_slot = pid // NK // HV
+    scratch_slot, hv, h, tile = locate_key_tile(NK, traits)
     start, length, slot, c, in_use = locate_scratch_chunk(
         scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, PACKED
     )  # fmt: skip

@@ -77,6 +77,7 @@ from deltazoo.backends.triton.device.layout import (
     LOG2E,
     clamp_away_from_zero,
     clamp_log2_decay,
+    locate_key_tile,
     opaque_zero,
 )
 
@@ -156,11 +157,7 @@ def sm90_channel_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, w
     RECOVER_DU: gl.constexpr = traits.WRITE and not traits.STORED_DU  # du holds dv = b du
     ANY_EARLY: gl.constexpr = READ_BEFORE or traits.ERASE_PREVIOUS
     dtype: gl.constexpr = gmem.states.dtype.element_ty
-    pid = gl.program_id(0)
-    tile = pid % NK
-    hv = pid // NK % HV
-    h = hv // GROUP
-    scratch_slot = pid // NK // HV
+    scratch_slot, hv, h, tile = locate_key_tile(NK, traits)
     start, length, slot, c, in_use = locate_scratch_chunk(
         scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
     )  # fmt: skip

@@ -57,10 +57,7 @@ from deltazoo.backends.triton.chunk.kernels.sm90.value_tiles import (
     copy_value_tile,
     store_write_sums,
 )
-from deltazoo.backends.triton.device.layout import (
-    clamp_away_from_zero,
-    opaque_zero,
-)
+from deltazoo.backends.triton.device.layout import clamp_away_from_zero, locate_key_tile, opaque_zero
 
 
 @takes(
@@ -95,11 +92,7 @@ def sm90_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window, w
     NUM_STAGES: gl.constexpr = min(FULL, 2)
     GROUP: gl.constexpr = HV // H
     dtype: gl.constexpr = gmem.states.dtype.element_ty
-    pid = gl.program_id(0)
-    tile = pid % NK
-    hv = pid // NK % HV
-    h = hv // GROUP
-    scratch_slot = pid // NK // HV
+    scratch_slot, hv, h, tile = locate_key_tile(NK, traits)
     start, length, slot, c, in_use = locate_scratch_chunk(
         scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
     )  # fmt: skip

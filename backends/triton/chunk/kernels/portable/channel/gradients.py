@@ -28,6 +28,7 @@ from deltazoo.backends.triton.chunk.kernels.signature import takes
 from deltazoo.backends.triton.device.layout import (
     clamp_away_from_zero,
     load_rows,
+    locate_key_tile,
     locate_scratch_chunk,
     store_rows,
 )
@@ -73,11 +74,7 @@ def channel_gradients_kernel(gmem, N, slots, num_scratch_slots, scale, T, window
     GROUP: tl.constexpr = HV // H
     RECOVER_DU: tl.constexpr = DELTA and WRITE and not traits.STORED_DU
     ANY_EARLY: tl.constexpr = READ_BEFORE or (DELTA and ERASE_PREVIOUS)
-    pid = tl.program_id(0)
-    tile = pid % NK
-    hv = pid // NK % HV
-    h = hv // GROUP
-    scratch_slot = pid // NK // HV
+    scratch_slot, hv, h, tile = locate_key_tile(NK, traits)
     start, length, slot, c, in_use = locate_scratch_chunk(
         scratch_slot, gmem.cu, N, T, window, windows, C, traits.UNIT, traits.PACKED
     )
