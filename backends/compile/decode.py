@@ -66,7 +66,7 @@ def accepted_update(spec: UpdateSpec, inputs: UpdateInputs, values: Tensor, stat
 
 
 def _update_token(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[UpdateOutput, list[Tensor]]:
-    """The update of one token per row, and its n written values [B, H, G, V]."""
+    """Return the update of one token per row, and its n written values [B, H, G, V]."""
     dtype = state_dtype(inputs.q.dtype)
     B, _, H, K = inputs.q.shape
     HV, V = inputs.v.shape[-2:]
@@ -116,7 +116,7 @@ def _update_token(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[UpdateOutput,
 
 
 def _broadcast(strength: Tensor | None, value: Tensor) -> Tensor:
-    """A strength per head or per channel, broadcastable to [B, H, G, width]."""
+    """Return a strength per head or per channel, broadcastable to [B, H, G, width]."""
     assert strength is not None
     return strength if strength.dim() == value.dim() else strength.unsqueeze(-1)
 

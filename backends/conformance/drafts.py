@@ -59,7 +59,7 @@ def compare_draft(backend: str | Backend, case: Case, device: torch.device | str
 
 
 def _operands(case: Case, counts: tuple[int, ...], device: torch.device | str) -> tuple[UpdateInputs, Tensor, Tensor]:
-    """The drafted tokens, the initial states [B, HV, K, V], and how many tokens each row accepts."""
+    """Return the drafted tokens, the initial states [B, HV, K, V], and how many tokens each row accepts."""
     inputs, (_, B, _, _, HV, K, V, _) = draw(case, device), case.shape
     initial = inputs.state
     if initial is None:

@@ -133,12 +133,12 @@ def _sequence_region(case: Case, inputs: UpdateInputs, n: int) -> _Region:
 
 
 def _value_head(case: Case, inputs: UpdateInputs) -> _Region:
-    """The last value head."""
+    """Return the last value head."""
     return _heads_region(case, inputs, case.shape.HV - 1, case.shape.H, "another value head")
 
 
 def _key_head(case: Case, inputs: UpdateInputs) -> _Region:
-    """The last key head and all value heads that use it."""
+    """Return the last key head and all value heads that use it."""
     first = case.shape.HV - case.shape.HV // case.shape.H
     return _heads_region(case, inputs, first, case.shape.H - 1, "another key head")
 

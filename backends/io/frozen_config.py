@@ -119,7 +119,7 @@ def _literals(annotation: Any) -> typing.Iterator[Any]:
 
 
 def _choices(context: Mapping[str, Any]) -> list[str]:
-    """The values of a Literal, from the text "'none', 'head' or 'channel'"."""
+    """Return the values of a Literal, from the text "'none', 'head' or 'channel'"."""
     return str(context.get("expected", "")).split("'")[1::2]
 
 

@@ -111,7 +111,7 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """The output of a program; "" if it is missing or fails."""
+    """Return the output of a program; "" if it is missing or fails."""
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

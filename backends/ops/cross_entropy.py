@@ -334,7 +334,7 @@ class _Losses(torch.autograd.Function):
 def _differentiable_losses(
     x: Tensor, weight: Tensor, targets: Tensor, scale: None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses of the operator, by `_Losses`, without the gradients that an exported program does not read."""
+    """Return the losses of the operator, by `_Losses`, without the gradients that an exported program does not read."""
     losses_N: Tensor = _Losses.apply(x, weight, targets, *options[:-2])
     return losses_N, x.new_empty(0), x.new_empty(0)
 

@@ -40,7 +40,7 @@ def transform_length(T: int) -> int:
 
 
 def _plain(x: Tensor, kernel: Tensor) -> Tensor:
-    """The same in operations of torch that every transform supports."""
+    """Compute the same in operations of torch that every transform supports."""
     T = x.shape[1]
     if x.numel() == 0:  # MKL refuses an empty transform
         return x.to(kernel.dtype)

@@ -294,7 +294,7 @@ class _Slots:
         self.last_RM = (slot + 1 == x.starts[1:].long()[sequence]).view(rows, self.M)
 
     def slots(self, m: int) -> slice:
-        """The m-th slot of each row."""
+        """Return the m-th slot of each row."""
         return slice(m, None, self.M)
 
     def is_first(self, m: int) -> Tensor:

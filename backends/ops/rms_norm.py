@@ -121,7 +121,7 @@ class _GatedNorm(torch.autograd.Function):
 def _differentiable_norm(
     x: Tensor, branch: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The results of the operator; where it returns no sum, that is not read."""
+    """Return the results of the operator; where it returns no sum, that is not read."""
     if gate is None:
         h, y = _AddNorm.apply(x, branch, weight, eps)
         return h, y

@@ -32,7 +32,7 @@ def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def shifted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in operations of torch that every transform supports."""
+    """Compute the same in operations of torch that every transform supports."""
     T = x.shape[1]
     y = x.new_zeros((), dtype=weight.dtype)
     for lag, weight_C in enumerate(weight[: max(1, T)]):

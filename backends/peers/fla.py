@@ -102,7 +102,7 @@ def _operator(spec: UpdateSpec, by_channel: bool) -> _Operator:
 
 
 def _operands(spec: UpdateSpec, inputs: UpdateInputs, operator: _Operator) -> dict[str, Any]:
-    """The arguments of an operator but the initial state, by the names of the chunked functions."""
+    """Return the arguments of an operator but the initial state, by the names of the chunked functions."""
     q, k, v = inputs.q, inputs.k, inputs.v
     x: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": spec.scale_of(q.shape[-1]), "output_final_state": True}
     if operator in (_SIMPLE_GLA, _GLA, _DPLR):
@@ -128,7 +128,7 @@ _functions: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 
 
 def _unwrapped(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A function of the package, without the wrapper that may forward its calls to another package."""
+    """Return a function of the package, without the wrapper that may forward its calls to another package."""
     if name not in _functions:
         function = inspect.unwrap(getattr(import_module(f"fla.ops.{module}"), name))
         _functions[name] = torch.compiler.disable(function)
@@ -136,12 +136,12 @@ def _unwrapped(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _like(x: Tensor | None, sizes: tuple[int, ...], v: Tensor) -> Tensor:
-    """A strength of these sizes in the dtype of v; ones if there is none."""
+    """Return a strength of these sizes in the dtype of v; ones if there is none."""
     return v.new_ones(sizes) if x is None else x.to(v.dtype)
 
 
 def _scaled_values(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor:
-    """The values times the write strength, for which the operators without erase term have no operand."""
+    """Return the values times the write strength, for which the operators without erase term have no operand."""
     write = strength(spec, inputs)
     if write is None:
         return inputs.v
@@ -149,7 +149,7 @@ def _scaled_values(spec: UpdateSpec, inputs: UpdateInputs) -> Tensor:
 
 
 def _decay(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, Tensor | None]:
-    """The decay as g [B, T, H], or a fixed one as g_gamma [H], for which the package has no gradient."""
+    """Return the decay as g [B, T, H], or a fixed one as g_gamma [H], for which the package has no gradient."""
     if spec.decay == "fixed" and inputs.log_decay is not None and not inputs.log_decay.requires_grad:
         return {"g_gamma": inputs.log_decay}
     return {"g": log_decay(spec, inputs)}

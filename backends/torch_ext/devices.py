@@ -173,14 +173,14 @@ def _properties(index: int) -> DeviceSpec:
 
 
 def triton_version(version: str) -> tuple[int, int]:
-    """The major and minor number of a version; (0, 0) for ""."""
+    """Return the major and minor number of a version; (0, 0) for ""."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @functools.cache
 def installed_triton() -> str:
-    """The version of the installed package triton, without importing it; "" if there is none."""
+    """Return the version of the installed package triton, without importing it; "" if there is none."""
     for package in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)

@@ -51,7 +51,7 @@ def blackwell_refusals(device: DeviceSpec, grad: bool, channel: bool) -> list[st
 
 @functools.cache
 def limits_of(device: DeviceSpec, grad: bool, channel: bool = False) -> tuple[tuple[str, ...], str, int]:
-    """The refusals of a device for any sizes, its name and its shared memory per block in bytes.
+    """Return the refusals of a device for any sizes, its name and its shared memory per block in bytes.
 
     Args: channel: the decay is per channel.
     """
@@ -115,7 +115,7 @@ def size_refusals(name: str, shared_memory: int, dtype: torch.dtype, K: int, V: 
 
 
 def shared_memory_needed(dtype: torch.dtype, K: int, grad: bool) -> int:
-    """The shared memory per block of the largest portable kernel, in bytes."""
+    """Return the shared memory per block of the largest portable kernel, in bytes."""
     if dtype == torch.float32 or K <= 192:
         return 93188
     return _WIDE_KEYS_BACKWARD if grad else _WIDE_KEYS_FORWARD

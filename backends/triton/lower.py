@@ -148,7 +148,7 @@ def _strengths(spec: UpdateSpec, inputs: UpdateInputs, in_kernel: bool) -> tuple
 
 
 def _strength_dtype(spec: UpdateSpec, inputs: UpdateInputs) -> torch.dtype | None:
-    """The dtype in which strengths are computed; None: float32.
+    """Return the dtype in which strengths are computed; None: float32.
 
     Strengths per channel are multiplied into keys and values in their dtype. Strengths per token keep the dtype of
     beta, which the kernels convert. Where they differ they are float32: the sum of both gradients of beta would be
@@ -165,7 +165,7 @@ def _strength_dtype(spec: UpdateSpec, inputs: UpdateInputs) -> torch.dtype | Non
 
 
 def micro_steps(spec: UpdateSpec, channel: bool) -> int:
-    """The number of micro-steps of a token. channel: the decay is per channel."""
+    """Return the number of micro-steps of a token. channel: the decay is per channel."""
     return (1 if channel else 2) if spec.transition == "dplr" else spec.householders
 
 

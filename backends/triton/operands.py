@@ -79,7 +79,7 @@ class ScanKind(NamedTuple):
     erase_channels: bool = False
 
     def with_write(self, x: ScanOperands) -> ScanOperands:
-        """The operands with the w that the kernels read."""
+        """Return the operands with the w that the kernels read."""
         return x._replace(w=x.b) if self.tied else x
 
 

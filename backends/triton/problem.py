@@ -147,17 +147,17 @@ def existing_gradients(log_decay: bool, b: bool, w: bool, erase_key: bool, v_key
 
 
 def architecture(device: DeviceSpec) -> str:
-    """The name of a device's architecture, such as "sm90"; of other platforms than CUDA, that of the platform."""
+    """Return the name of a device's architecture, such as "sm90"; without CUDA that of the platform."""
     return "sm{}{}".format(*device.capability) if device.platform == "cuda" else device.platform
 
 
 def device_spec_of(x: Tensor) -> DeviceSpec:
-    """The device of a tensor; while a body is traced on meta tensors, that for which it is traced."""
+    """Return the device of a tensor; while a body is traced on meta tensors, that for which it is traced."""
     return device_spec((tracing.device or x.device).index)
 
 
 def device_spec(index: int | None) -> DeviceSpec:
-    """The device of tensors with this CUDA index; None: CPU tensors, which Triton's interpreter computes on."""
+    """Return the device of tensors with this CUDA index; None: CPU tensors, which Triton's interpreter computes on."""
     if index is None and not is_simulated():
         return INTERPRETER
     return DeviceSpec.current(index)

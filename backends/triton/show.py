@@ -90,7 +90,7 @@ def _rows(plan: Plan) -> list[str]:
 
 
 def _chain(launches: tuple[KernelLaunch, ...]) -> str:
-    """The kernels in order; those of several windows, which are the same, once with their number."""
+    """Return the kernels in order; those of several windows, which are the same, once with their number."""
     windows = {launch.span.window for launch in launches if launch.span.windows > 1}
     once = [launch for launch in launches if launch.span.windows > 1 and launch.span.window == 0]
     others = [launch.kernel.name for launch in launches if launch.span.windows == 1]

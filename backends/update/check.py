@@ -76,7 +76,7 @@ def check(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
 
 def _layout(spec: UpdateSpec, inputs: UpdateInputs) -> tuple[Any, ...] | None:
-    """What the checks of shapes, dtypes and devices read. None: an operand is no tensor or has a symbolic size."""
+    """Return what the checks of layouts read; None if an operand is no tensor or has a symbolic size."""
     try:
         operands = [None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs]
         layout = (spec, type(inputs), *operands)
@@ -223,7 +223,7 @@ def validate(spec: UpdateSpec, inputs: UpdateInputs) -> None:
 
 
 def _required_shapes(spec: UpdateSpec, inputs: UpdateInputs) -> dict[str, tuple[int, ...]]:
-    """The shapes of all operands, from the sizes of q and v, which are checked here."""
+    """Return the shapes of all operands, from the sizes of q and v, which are checked here."""
     if not isinstance(inputs, UpdateInputs):
         raise OperandError(f"inputs must be deltazoo.UpdateInputs, got {type(inputs).__name__}")
     for name in ("q", "k", "v"):
@@ -277,7 +277,7 @@ def _check_shapes(spec: UpdateSpec, inputs: UpdateInputs, shapes: dict[str, tupl
 
 
 def _cause(spec: UpdateSpec, name: str) -> str:
-    """The fields of the spec that determine the shape of an operand, as part of an error message."""
+    """Return the fields of the spec that determine the shape of an operand, as part of an error message."""
     field = {
         "log_decay": "decay", "step": "decay", "rate": "decay", "beta": "beta", "erase": "beta", "write": "beta",
         "erase_key": "erase_key", "a": "transition", "b": "transition",

@@ -120,7 +120,7 @@ def _check_meta(meta: UpdateMeta) -> None:
 
 
 def _reasons(backend: str | Backend, spec: UpdateSpec, meta: UpdateMeta, device: DeviceSpec | None) -> list[str]:
-    """The reasons against a backend. If a plug-in fails here, the others are still judged."""
+    """Return the reasons against a backend. If a plug-in fails here, the others are still judged."""
     try:
         plugin = registry.resolve(backend)
     except (PluginError, DuplicateNameError) as error:

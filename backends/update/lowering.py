@@ -90,7 +90,7 @@ def exact_factor(x: Tensor) -> Tensor:
 def _integrator_strengths(
     spec: UpdateSpec, inputs: UpdateInputs, erase: Tensor | None, write: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The strengths of EFLA and Longhorn: beta times a factor of beta |k|^2, the size of the step along k."""
+    """Return the strengths of EFLA and Longhorn: beta times a factor of beta |k|^2, the size of the step along k."""
     k = inputs.k.to(state_dtype(inputs.q.dtype))
     groups = inputs.v.shape[-2] // k.shape[-2]
     if spec.beta == "channel":

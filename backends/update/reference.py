@@ -46,7 +46,7 @@ class ReferenceBackend(Backend):
 
 
 def _slice(inputs: UpdateInputs, n: int, start: int, stop: int) -> UpdateInputs:
-    """The inputs of sequence n of a pack: tokens start to stop."""
+    """Return the inputs of sequence n of a pack: tokens start to stop."""
     without_time = {"state", "cu_seqlens", "rate"}
     if inputs.log_decay is not None and inputs.log_decay.dim() < 3:
         without_time.add("log_decay")
@@ -138,7 +138,7 @@ def _at(spec: UpdateSpec, tensor: Tensor | None, t: int, m: int) -> Tensor:
 
 
 def _heads(spec: UpdateSpec, x: UpdateInputs, key: Tensor | None, t: int, m: int) -> Tensor:
-    """The key of token t, repeated for each value head: [B, HV, K]."""
+    """Return the key of token t, repeated for each value head: [B, HV, K]."""
     key_BHK = _at(spec, key, t, m)
     return repeat(key_BHK, "b h k -> b (h g) k", g=x.v.shape[-2] // key_BHK.shape[1])
 

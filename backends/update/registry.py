@@ -47,7 +47,7 @@ def _entry_points(group: str) -> tuple[EntryPoint, ...]:
 
 
 def _claims(group: str, name: str) -> list[EntryPoint]:
-    """The entry points with this name, that of deltazoo first."""
+    """Return the entry points with this name, that of deltazoo first."""
     points = [point for point in _entry_points(group) if point.name == name]
     if len(points) > 1:  # reading the name of a distribution parses its metadata
         points.sort(key=lambda point: not _is_ours(point))

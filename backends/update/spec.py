@@ -210,7 +210,7 @@ def _equation(spec: UpdateSpec) -> str:
 
 
 def _transition_term(spec: UpdateSpec, erase: str) -> str:
-    """The term that applies the transition to the previous state."""
+    """Return the term that applies the transition to the previous state."""
     scalar, matrix = _SCALAR_DECAY.get(spec.decay, ""), _MATRIX_DECAY.get(spec.decay, "")
     if spec.transition == "additive":
         return _product(scalar, matrix, "S_(t-1)")
@@ -226,7 +226,7 @@ def _transition_term(spec: UpdateSpec, erase: str) -> str:
 
 
 def _strength_symbols(spec: UpdateSpec) -> tuple[str, str]:
-    """The scalar factors of the erase and the write."""
+    """Return the scalar factors of the erase and the write."""
     if spec.reparam != "none":
         return "f_t", "f_t"
     erase, write = {"head": ("beta_t", "beta_t"), "separate": ("b_t", "w_t")}.get(spec.beta, ("", ""))
@@ -235,7 +235,7 @@ def _strength_symbols(spec: UpdateSpec) -> tuple[str, str]:
 
 
 def _strength_definition(spec: UpdateSpec) -> str:
-    """The line that defines f_t; "" without a reparametrisation."""
+    """Return the line that defines f_t; "" without a reparametrisation."""
     if spec.reparam == "none":
         return ""
     norm = "(k_t^T (b_t * k_t))" if spec.beta == "channel" else "|k_t|^2"

@@ -26,7 +26,7 @@ class AttentionNames(NamedTuple):
 
 
 def attention(config: AttentionConfig, width: int, names: AttentionNames | None = None) -> list[Rule]:
-    """Rules of attention; with a gate, q_proj holds q and the gate of each head."""
+    """Return rules of attention; with a gate, q_proj holds q and the gate of each head."""
     theirs_beside = names or AttentionNames()
     heads, key_value_heads, head_width = config.resolve_heads(width)
     sizes = {"q": heads * head_width, "k": key_value_heads * head_width, "v": key_value_heads * head_width}
@@ -51,7 +51,7 @@ class MlpNames(NamedTuple):
 
 
 def dense_mlp(config: Dense, width: int, names: MlpNames | None = None) -> list[Rule]:
-    """Rules of a dense MLP, gated or not."""
+    """Return rules of a dense MLP, gated or not."""
     gate, up, down = names or MlpNames()
     if not config.gated:
         return renamed({"to_hidden.weight": f"{up}.weight", "out.weight": f"{down}.weight"})
@@ -76,7 +76,7 @@ class ExpertNames(NamedTuple):
 
 
 def experts(config: MoE, width: int, names: ExpertNames | None = None) -> list[Rule]:
-    """Rules of the router, experts.N, the shared expert and its gate, and the maps to and from latent vectors."""
+    """Return rules of the router, experts.N, the shared expert and its gate, and the maps of latent vectors."""
     names = names or ExpertNames()
     kinds = {"gate": names.expert.gate} if config.gated else {}
     kinds["up"] = names.expert.up
@@ -116,7 +116,7 @@ class DeltaNames(NamedTuple):
 
 
 def gated_delta(names: DeltaNames, sizes: dict[str, int]) -> list[Rule]:
-    """Rules of a gated delta rule. Args: sizes: rows of q, k, v, gate, beta and decay."""
+    """Return rules of a gated delta rule. Args: sizes: rows of q, k, v, gate, beta and decay."""
     ours = {
         "project.to_qkv.weight": "q k v",
         "outputs.gate.proj.weight": "gate",
@@ -133,7 +133,7 @@ def gated_delta(names: DeltaNames, sizes: dict[str, int]) -> list[Rule]:
 
 
 def mamba(config: Mamba, channels: int) -> list[Rule]:
-    """Rules of Mamba's mixer; `config.inner_norm` "weighted" has Jamba's names of the norms."""
+    """Return rules of Mamba's mixer; `config.inner_norm` "weighted" has Jamba's names of the norms."""
     selective = "operands.selective."
     names = {
         "project.conv.bias": "conv1d.bias",
@@ -157,7 +157,7 @@ def mamba(config: Mamba, channels: int) -> list[Rule]:
 
 
 def mamba2(config: Mamba2, width: int) -> list[Rule]:
-    """Rules of Mamba-2's mixer: in_proj holds the gate, x, B, C and dt; the convolution x, B and C."""
+    """Return rules of Mamba-2's mixer: in_proj holds the gate, x, B, C and dt; the convolution x, B and C."""
     shape = config.shape(width)
     inner, keys = shape.value_heads * shape.value_width, shape.heads * shape.key_width
     sizes = {"gate": inner, "x": inner, "B": keys, "C": keys, "dt": shape.value_heads}
@@ -178,7 +178,7 @@ def mamba2(config: Mamba2, width: int) -> list[Rule]:
 
 
 def kda(config: KDA, width: int, out: str = "o_proj") -> list[Rule]:
-    """Rules of KDA. Args: out: their module of the output map."""
+    """Return rules of KDA. Args: out: their module of the output map."""
     shape = config.shape(width)
     keys = shape.heads * shape.key_width
     sizes = {"q": keys, "k": keys, "v": shape.value_heads * shape.value_width}
@@ -206,7 +206,7 @@ def kda(config: KDA, width: int, out: str = "o_proj") -> list[Rule]:
 
 
 def mla(config: MLA, out: str = "o_proj") -> list[Rule]:
-    """Rules of latent attention. Theirs rotates adjacent channels, ours those of two halves. Args: out: see `kda`."""
+    """Return rules of latent attention. Theirs rotates adjacent channels, ours two halves. Args: out: see `kda`."""
     names = {
         "latent_norm": "kv_a_layernorm",
         "to_kv": "kv_b_proj",

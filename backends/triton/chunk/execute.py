@@ -139,7 +139,7 @@ def arguments(plan: Plan, launch: KernelLaunch, scale: float, tensors: Tensors) 
 
 
 def _tensors(plan: Plan, launch: KernelLaunch, tensors: Tensors) -> dict[str, Any]:
-    """The tensors of a step: the scans read the scaled operands of a decay per channel."""
+    """Return the tensors of a step: the scans read the scaled operands of a decay per channel."""
     step, p = launch.step, plan.problem
     if step in _SCANS and p.by_channel:
         q, k, *others = tensors.scaled.unbind()
@@ -167,7 +167,7 @@ def _numbers(plan: Plan, launch: KernelLaunch, scale: float) -> dict[str, int | 
 
 
 def _traits(plan: Plan, launch: KernelLaunch, tensors: dict[str, Any]) -> dict[str, Hashable]:
-    """The compile-time constants of a launch: heads, widths, tiles and the variant of the update."""
+    """Return the compile-time constants of a launch: heads, widths, tiles and the variant of the update."""
     p, step, span, tiles = plan.problem, launch.step, launch.span, launch.tiles
     C = plan.config.chunk
     K0, K1 = key_tiles(p.K)
@@ -202,7 +202,10 @@ def _traits(plan: Plan, launch: KernelLaunch, tensors: dict[str, Any]) -> dict[s
 
 
 def tf32_precision(dtype: torch.dtype) -> str:
-    """The precision of float32 products: tf32 if torch allows it, else three tf32 products, accurate as float32."""
+    """Return the precision of float32 products.
+
+    It is tf32 if torch allows that, else three tf32 products, which are as accurate as float32.
+    """
     return "tf32" if dtype != torch.float32 or tf32_allowed() else "tf32x3"
 
 
@@ -227,7 +230,7 @@ def _has_erase_key(plan: Plan, step: str) -> bool:
 
 
 def _of_tail(plan: Plan, launch: KernelLaunch, tensors: Tensors) -> Arguments:
-    """The output of the forward, or the gradients of the backward, in the place of the operands."""
+    """Return the output of the forward, or the gradients of the backward, in the place of the operands."""
     p, t, width = plan.problem, tensors, plan.problem.V
     if launch.step == "tail":
         names = {"v": t.o}

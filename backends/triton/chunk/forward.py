@@ -57,7 +57,7 @@ def forward(operands: ScanOperands, kind: ScanKind, plan: Plan) -> tuple[Tensor,
 
 
 def tensors_of(x: ScanOperands, prepared: Prepared) -> Tensors:
-    """The operands and the results of prepare, by the names of the kernels' parameters."""
+    """Return the operands and the results of prepare, by the names of the kernels' parameters."""
     strengths, slopes = prepared.derivatives()
     return Tensors(
         q=x.q, k=x.k, e=x.e, v_key=x.v_key, v=x.v, log_decay=x.log_decay, b=x.b, w=x.w, state=x.state,

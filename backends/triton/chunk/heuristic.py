@@ -53,7 +53,7 @@ def heuristic(problem: Problem, device: DeviceSpec, segment_chunks: int | None =
 
 
 def in_version(version: str, phase: str, launch: Launch) -> Launch:
-    """The launch of a version of a phase; a portable kernel that runs beside it keeps the parameters of `launch`."""
+    """Return the launch of a version; a portable kernel that runs beside it keeps the parameters of `launch`."""
     if version == "portable":
         return launch
     launch = Launch(tile=64, keys=64, stages=1) if phase == "gradients" else launch
@@ -61,7 +61,7 @@ def in_version(version: str, phase: str, launch: Launch) -> Launch:
 
 
 def _preferred(phase: str, problem: Problem, device: DeviceSpec) -> str:
-    """The first version that takes the problem, in the registry's order; the fused backward is chosen apart."""
+    """Return the first version that takes the problem, in the registry's order; the fused backward is chosen apart."""
     if _portable_is_faster(phase, problem):
         return "portable"
     return next(v for v in versions(phase) if v != "fused" and takes(phase, v, problem, device))
@@ -77,7 +77,7 @@ def checkpoint_distance(problem: Problem) -> int:
 
 
 def _portable_launches(problem: Problem, device: DeviceSpec) -> tuple[Launch, Launch]:
-    """The launches of the scans and of the gradients."""
+    """Return the launches of the scans and of the gradients."""
     if problem.dtype == torch.float32:
         return Launch(tile=32, stages=1), Launch(tile=32, stages=1, keys=32)
     if problem.split_terms:
@@ -158,7 +158,7 @@ def _segment_chunks(problem: Problem, device: DeviceSpec) -> int:
 
 
 def segments_fit(problem: Problem, segments: int, scratch: int) -> int:
-    """The most chunks per segment, a power of two, with which a window of the backward holds `segments` segments.
+    """Return the most chunks per segment, a power of two, with which a backward window holds `segments` segments.
 
     Otherwise a window of a long sequence has too few segments to occupy the device.
     """

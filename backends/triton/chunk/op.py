@@ -156,7 +156,7 @@ class _EagerScan(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> list[Tensor | None]:
-    """The gradients of the operands; None for those that need none."""
+    """Return the gradients of the operands; None for those that need none."""
     flat = ctx.saved_tensors
     operands, kind = ScanOperands(*flat[: len(ScanOperands._fields)]), ctx.kind
     d_o = operands.v.new_zeros(ctx.o_shape) if d_o is None else d_o

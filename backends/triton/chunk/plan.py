@@ -114,7 +114,7 @@ class Plan(NamedTuple):
         return self.forward + self.backward
 
     def names(self) -> dict[str, str]:
-        """The name of each phase's kernel."""
+        """Return the name of each phase's kernel."""
         return {phase: kernel.name for phase, kernel in self.kernels.items()}
 
 
@@ -170,7 +170,7 @@ def _chosen(phase: str, problem: Problem, device: DeviceSpec, config: LaunchConf
 
 
 def _narrow_min_chunks(problem: Problem, device: DeviceSpec, widths: Tiles, segment_chunks: int) -> int:
-    """The chunks of the shortest sequence whose scan has a program for every narrow tile; 0: none can be as long.
+    """Return the chunks of the shortest sequence whose scan has a program for every narrow tile; 0: none is as long.
 
     The time of a scan is that of its longest sequence if that has more than twice the mean number of chunks per SM.
     Programs of 64 values take 30 % less time per chunk, but twice as many SMs. In a pack every sequence gets the
@@ -188,19 +188,19 @@ def _narrow_min_chunks(problem: Problem, device: DeviceSpec, widths: Tiles, segm
 
 
 def _launches(launches: Iterator[KernelLaunch]) -> tuple[KernelLaunch, ...]:
-    """Those that have programs."""
+    """Return the launches that have programs."""
     return tuple(launch for launch in launches if launch.programs)
 
 
 def launches_of(plan: Plan, *steps: tuple[Step, Kernel, Span, str]) -> tuple[KernelLaunch, ...]:
-    """The launches of these steps, each with the phase whose config it has ("": its own)."""
+    """Return the launches of these steps, each with the phase whose config it has ("": its own)."""
     return _launches(
         launch for step, kernel, span, phase in steps for launch in _launch(plan, step, kernel, span, phase)
     )
 
 
 def _launch(plan: Plan, step: Step, kernel: Kernel, span: Span, phase: str = "") -> Iterator[KernelLaunch]:
-    """The launch of a kernel, and of the one for the chunks that it marks; phase: whose config it has."""
+    """Return the launch of a kernel, and of the one for the chunks that it marks; phase: whose config it has."""
     problem, chunk = plan.problem, plan.config.chunk
     launch = getattr(plan.config, phase or step, None)
     tiles = kernel.tiles(problem, launch)
@@ -273,7 +273,10 @@ def _after_windows(plan: Plan) -> Iterator[KernelLaunch]:
 
 
 def gate_gradients(problem: Problem) -> dict[str, bool]:
-    """The gradients that gate_gradients_kernel computes; the gradients kernel computes that of a decay per channel."""
+    """Return for each gate whether gate_gradients_kernel computes its gradient.
+
+    The gradient of a decay per channel is computed by the gradients kernel.
+    """
     exists = problem.gradients
     return {
         "log_decay": exists["log_decay"] and not problem.by_channel,
@@ -291,7 +294,7 @@ def _gate_sums(plan: Plan) -> GateSums:
 
 
 def _value_tiles(plan: Plan) -> int:
-    """The value tiles whose gradients separate programs compute."""
+    """Return the value tiles whose gradients separate programs compute."""
     if "gradients" in plan.kernels:
         return 1
     reverse = plan.kernels["reverse"]
@@ -311,7 +314,7 @@ def _states_in_gradients(plan: Plan) -> bool:
 
 
 def _bytes_per_slot(plan: Plan, in_gradients: bool) -> int:
-    """The scratch of one chunk slot, without the key gradients of grouped heads."""
+    """Return the scratch of one chunk slot, without the key gradients of grouped heads."""
     p, C, sweep = plan.problem, plan.config.chunk, "gradients" not in plan.kernels
     numbers = p.delta * C
     if not in_gradients:

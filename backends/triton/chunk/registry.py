@@ -285,12 +285,12 @@ TAIL = Kernel(
 
 
 def versions(phase: str) -> tuple[str, ...]:
-    """The versions of a phase that a launch config may ask for."""
+    """Return the versions of a phase that a launch config may ask for."""
     return tuple(dict.fromkeys(kernel.version for kernel in KERNELS.get(phase, ())))
 
 
 def choose(phase: str, version: str, problem: Problem, device: DeviceSpec, chunk: int = CHUNK) -> Kernel | None:
-    """The kernel of a version that takes a problem on a device; None if there is none."""
+    """Return the kernel of a version that takes a problem on a device; None if there is none."""
     return next((k for k in KERNELS[phase] if k.version == version and k.support.takes(problem, device, chunk)), None)
 
 

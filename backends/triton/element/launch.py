@@ -129,7 +129,7 @@ def _execute(
 
 
 def _tensors_of(step: str, plan: ElementPlan, x: ElementOperands, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a step; a scan without checkpoints gets another tensor for them, which it does not write."""
+    """Return the tensors of a step; a scan without checkpoints gets another tensor for them, and does not write it."""
     if step == "segment ends":
         others = {"initial": None, "o": None, "final": None, "starts": None, "checkpoints": tensors["ends"]}
         return tensors | others

@@ -133,7 +133,7 @@ class Record(BaseModel):
         return None if self.heuristic_ms is None else self.heuristic_ms / self.ms
 
     def cells(self) -> list[str]:
-        """The record as a table row under `COLUMNS`."""
+        """Return the record as a table row under `COLUMNS`."""
         gain = "" if self.gain is None else f"{self.gain:.2f}"
         choice = describe(self.launch if self.segment_chunks is None else self.segment_chunks)
         return [
@@ -197,7 +197,7 @@ class OperatorRecord(BaseModel):
         return self.heuristic_ms / self.ms
 
     def cells(self) -> list[str]:
-        """The record as a table row under `OPERATOR_COLUMNS`."""
+        """Return the record as a table row under `OPERATOR_COLUMNS`."""
         choice = f"warps={self.warps} stages={self.stages}"
         times = f"{self.ms:.3f}", f"{self.gain:.2f}"
         return [self.key.kernel, str(self.key), choice, *times, f"{self.tried}", f"{self.rejected}"]

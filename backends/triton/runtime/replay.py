@@ -149,7 +149,7 @@ class Program:
         )  # fmt: skip
 
     def _argument(self, source: _Source | None) -> int:
-        """The index of a launch's argument in the list of all arguments."""
+        """Return the index of a launch's argument in the list of all arguments."""
         if source is None:
             return -1
         tensor, offset = self._places[source.buffer]

@@ -49,7 +49,7 @@ class Table(BaseModel):
     operators: tuple[OperatorRecord, ...] = ()
 
     def usable_operators(self, triton: str) -> dict[OperatorKey, OperatorRecord]:
-        """The records of kernels beside the update, for a Triton version and their present revisions."""
+        """Return the records of kernels beside the update, for a Triton version and their present revisions."""
         records = [
             record
             for record in self.operators
@@ -59,7 +59,7 @@ class Table(BaseModel):
         return {record.key: record for record in records}
 
     def usable(self, triton: str) -> dict[Key, Record]:
-        """The records for a Triton version and the present kernel revisions.
+        """Return the records for a Triton version and the present kernel revisions.
 
         A record also holds for the versions that assemble with the same ptxas, unless there is one of `triton` itself.
         """
@@ -131,7 +131,7 @@ def merge_tables(paths: Iterable[str | Path], out: str | Path) -> Table:
 
 
 def user_table(device: str) -> Path:
-    """The path of the user's table of a device, in the platform's config folder. Raises: ConfigError."""
+    """Return the path of the user's table of a device, in the platform's config folder. Raises: ConfigError."""
     try:
         home = Path.home()
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def user_table(device: str) -> Path:
 
 
 def slug(device: str) -> str:
-    """The name of a device as a file name: "NVIDIA H200" -> nvidia-h200."""
+    """Return the name of a device as a file name: "NVIDIA H200" -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
@@ -210,10 +210,10 @@ def launch_config(problem: Problem, device: DeviceSpec) -> LaunchConfig:
 
 
 def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record]) -> LaunchConfig:
-    """The heuristic's config with the choices of the records, except chunk and checkpoint_chunks: saved tensors have
-    their shapes.
+    """Return the heuristic's config with the choices of the records.
 
-    A record that asks for a kernel that does not take the problem is ignored with a warning.
+    Records do not change `chunk` and `checkpoint_chunks`, which determine the shapes of saved tensors. A record that
+    asks for a kernel that does not take the problem is ignored with a warning.
     """
     record = records.get(key_of("segment_chunks", problem, 0))
     config = heuristic(problem, device, None if record is None else record.segment_chunks)
@@ -232,7 +232,10 @@ def configured(problem: Problem, device: DeviceSpec, records: dict[Key, Record])
 
 @functools.cache
 def records_of(device: str, triton: str) -> dict[Key, Record]:
-    """The usable records for a device and a Triton version, of all tables. Raises: ConfigError for an invalid table."""
+    """Return the usable records of all tables for a device and a Triton version.
+
+    Raises: ConfigError for an invalid table.
+    """
     tables, own = _tables(device)
     records = {key: record for table in (*tables, *own) for key, record in table.usable(triton).items()}
     stale = {record.key for table in own for record in table.records} - records.keys()
@@ -246,13 +249,16 @@ def records_of(device: str, triton: str) -> dict[Key, Record]:
 
 @functools.cache
 def operator_records_of(device: str, triton: str) -> dict[OperatorKey, OperatorRecord]:
-    """The usable records of kernels beside the update, of all tables. Raises: ConfigError for an invalid table."""
+    """Return the usable records of all tables for kernels beside the update.
+
+    Raises: ConfigError for an invalid table.
+    """
     tables, own = _tables(device)
     return {key: x for table in (*tables, *own) for key, x in table.usable_operators(triton).items()}
 
 
 def _tables(device: str) -> tuple[list[Table], list[Table]]:
-    """The shipped table of a device, if there is one, and those of the user."""
+    """Return the shipped table of a device, if there is one, and those of the user."""
     if _ignored:
         return [], []
     shipped = files("deltazoo.backends.triton.runtime") / "tuned" / f"{slug(device)}.json"
@@ -261,7 +267,7 @@ def _tables(device: str) -> tuple[list[Table], list[Table]]:
 
 
 def _of_user(device: str) -> list[Table]:
-    """The user's table; none if the home folder is missing or may not be read."""
+    """Return the user's table; none if the home folder is missing or may not be read."""
     try:
         path = user_table(device)
     except ConfigError:

@@ -28,7 +28,7 @@ class Llama(Family):
 
 
 def attention_layer(layer: LayerSpec, width: int) -> list[Rule]:
-    """Rules of self_attn and of a dense MLP."""
+    """Return rules of self_attn and of a dense MLP."""
     (mixer,), mlp = layer.mixers, layer.mlp
     assert isinstance(mixer, Attention) and isinstance(mlp, Dense)
     return [

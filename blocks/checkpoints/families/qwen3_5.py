@@ -46,7 +46,7 @@ class Qwen35(Qwen35Text):
 
 
 def qwen35_layer(layer: LayerSpec, width: int) -> list[Rule]:
-    """Rules of a layer, with a dense MLP or experts."""
+    """Return rules of a layer, with a dense MLP or experts."""
     (mixer,), mlp = layer.mixers, layer.mlp
     assert isinstance(mlp, Dense | MoE)
     branch = parts.dense_mlp(mlp, width) if isinstance(mlp, Dense) else parts.experts(mlp, width, EXPERTS)
