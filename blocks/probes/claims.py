@@ -125,6 +125,15 @@ def verdict(claim: Claim, runs: Sequence[Run]) -> Verdict:
             f"lowest of the better mixers is `{low}` with {100 * scores[low]:.1f} %, the highest of the others "
             f"`{high}` with {100 * scores[high]:.1f} %."
         )
+        if claim.solved:
+            reached = [sum(run.score >= _REACHED for run in found[task, mixer].runs) for mixer in claim.better]
+            seeds = [len(found[task, mixer].runs) for mixer in claim.better]
+            counts = ", ".join(f"{n} of {m}" for n, m in zip(reached, seeds, strict=True))
+            sentences.append(
+                f"The best seed counts, because a claim that a layer can compute something needs one run that does. "
+                f"Seeds that reach {100 * _REACHED:.0f} %, for each of the better mixers: {counts}. The table has the "
+                f"means."
+            )
     return Verdict(holds, sentences)
 
 

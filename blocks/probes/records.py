@@ -37,7 +37,8 @@ class Run(BaseModel):
         state_bytes: of the recurrent states of all layers for one sequence, in float32; cache_bytes: per token.
         seconds: of training and evaluation; runs that were trained at the same time have equal shares of the time.
         captured: whether a step was a CUDA graph.
-        kernels: whether the updates ran by the device's kernels, as in long runs; else in plain torch.
+        kernels: whether the updates ran by the device's kernels, as in long runs and in records without the
+            field; else in plain torch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
