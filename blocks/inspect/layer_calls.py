@@ -91,6 +91,7 @@ class OurLayer(LayerCalls):
         for piece in self.x.split(_PIECE, 1):
             self._read(self.module, piece, state)
         step = functools.partial(self._read, self.compiled, self.next_x, state)
+        self.decoded_state = state  # a captured step refers to its memory, and does not keep it allocated
         if self.x.device.type == "cuda":
             return torch.no_grad()(capture(step, self.x.device, warm_ups=3))
         step()
