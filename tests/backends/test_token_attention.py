@@ -10,6 +10,7 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.ops.token_attention import TokenOperands, Turn, attend_token_
+from deltazoo.backends.triton.attention import token_op
 from deltazoo.mixers.parts.rope_scaling import RopeScaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -20,6 +21,7 @@ CASES: dict[str, tuple[int, Turn | None, RopeScaling | None, bool, bool]] = {
     "plain": (4, None, None, False, False),
     "rotation": (2, Turn(6, 100.0), None, False, False),
     "half of the channels, norm, gate": (6, Turn(3, 1e4), None, True, True),
+    "norm, as many key heads": (2, Turn(3, 1e4), None, True, True),
     "scaled frequencies": (4, Turn(6, 1e4, tuple(YARN.frequencies(1e4, 6))), YARN, False, True),
 }
 
@@ -70,6 +72,17 @@ def test_a_token_attends_to_the_cache_and_joins_it(name, dtype):
 
 
 @needs_triton
+def test_large_caches_are_read_with_tensor_cores(monkeypatch):
+    results = []
+    for most in (token_op.MOST_BYTES_BY_ROWS, 0):
+        monkeypatch.setattr(token_op, "MOST_BYTES_BY_ROWS", most)
+        k, v, position = draw(B, S, G, E, seed=1), draw(B, S, G, E, seed=2), torch.tensor([7, 99], device=DEVICE)
+        x = TokenOperands(draw(B, 3 * G * E, seed=3))
+        results.append(attend_token_(x, k, v, position, Turn(6, 100.0), SCALE))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
 def test_the_operator_passes_opcheck():
     H = 4
     arguments = (
@@ -89,3 +102,33 @@ def test_rows_of_any_layout_are_read(make: Callable[[Tensor], Tensor]):
         k, v, position = draw(B, S, G, E, seed=1), draw(B, S, G, E, seed=2), torch.tensor([3, 9], device=DEVICE)
         results.append(attend_token_(TokenOperands(x), k, v, position, turn, SCALE))
     assert torch.equal(*results)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("page", [0, 64])
+def test_tokens_of_one_cache_in_a_cuda_graph_read_the_position_before_each(page):
+    """A kernel may start before the one that counts the token before."""
+    H, S, before, turn = 4, 128, 61, Turn(6, 1e4)
+    table = torch.arange(1, 1 + B * S // page, device=DEVICE).view(B, -1).int() if page else None
+    shape = (1 + B * S // page, page) if page else (B, S)
+    kept = draw(*shape, G, E, seed=1), draw(*shape, G, E, seed=2), torch.full((B,), before, device=DEVICE)
+    tokens = [TokenOperands(draw(B, (H + 2 * G) * E, seed=seed)) for seed in range(8)]
+    k, v, position = (x.clone() for x in kept)
+
+    def call(token: TokenOperands) -> Tensor:
+        return attend_token_(token, k, v, position, turn, SCALE, table)
+
+    expected = []
+    for token in tokens:
+        expected.append(call(token))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call(token) for token in tokens]
+    for _ in range(10):
+        for x, old in zip((k, v, position), kept, strict=True):
+            x.copy_(old)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
+        assert position.tolist() == [before + len(tokens)] * B

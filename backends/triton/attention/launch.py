@@ -25,6 +25,7 @@ _MIN_TILE = 16
 _PROGRAMS_PER_PROCESSOR = 4  # of a decode step; twice as many if heads are narrow
 _NARROW = 128  # bytes of a row
 _MAX_PARTS = 32
+_PROGRAMS_BY_ROWS, _BYTES_BY_ROWS = 8, 8192
 
 
 class AttentionLaunch(NamedTuple):
@@ -146,12 +147,18 @@ def launch_sums(kernel: Any, x: Operands, tensors: dict[str, Tensor]) -> None:
     launcher(kernel, tensors | {"cu": x.cu}, traits, Options(4))(x.sequences * H, {"T": T, "R": B * T})
 
 
-def parts_of(heads: int, slots: int, row_bytes: int, processors: int, page: int = 0) -> tuple[int, int]:
+def parts_of(
+    heads: int, slots: int, row_bytes: int, processors: int, page: int = 0, by_rows: bool = False
+) -> tuple[int, int]:
     """Return the keys of a tile of a decode step, and the parts of the keys of a head.
 
     Args: heads: key heads of all sequences. row_bytes: of the tile of a head's channels. page: largest
-        tile in slots; 0: no limit.
+        tile in slots; 0: no limit. by_rows: whether programs work without tensor cores.
     """
+    if by_rows:
+        tile = max(16, min(64, page or 64, _BYTES_BY_ROWS // row_bytes))
+        parts = min(_MAX_PARTS, cdiv(_PROGRAMS_BY_ROWS * processors, heads), cdiv(slots, 2 * tile))
+        return tile, power_of_two(max(1, parts))
     tile = max(16, min(64, page or 64, 16384 // row_bytes))
     programs = _PROGRAMS_PER_PROCESSOR * (2 if row_bytes <= _NARROW else 1) * processors
     return tile, power_of_two(max(1, min(_MAX_PARTS, cdiv(programs, heads), cdiv(slots, 2 * tile))))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
 
 
 class DecodeTraits(NamedTuple):
@@ -63,6 +63,29 @@ def first_row(page, n, traits: tl.constexpr):
 
 
 @triton.jit
+def bounds_of(part, end, traits: tl.constexpr):
+    """Return the first slot of a part and the end of its slots; the tiles of `end` slots are spread over the parts."""
+    tiles = tl.cdiv(end, traits.BN)
+    stop = (part + 1) * tiles // traits.PARTS * traits.BN
+    return part * tiles // traits.PARTS * traits.BN, tl.minimum(stop, end)
+
+
+@triton.jit
+def prefetch_tile(k, v, table, n, end, traits: tl.constexpr):
+    """Prefetch the keys and values of the tile from slot n on into the L2 cache. Other arguments: of `attend_part`."""
+    SIZE: tl.constexpr = k.dtype.element_ty.primitive_bitwidth // 8
+    last = tl.maximum(end - 1, 0)
+    n = tl.minimum(n, last)
+    row = tl.minimum(n + tl.arange(0, traits.BN), last).to(tl.int64)
+    if traits.PAGE > 0:
+        row += (page_of(table, n, end, traits) - n // traits.PAGE).to(tl.int64) * traits.PAGE
+    e = tl.arange(0, max(1, traits.BE * SIZE // LINE)) * (LINE // SIZE)
+    c = tl.arange(0, max(1, traits.BV * SIZE // LINE)) * (LINE // SIZE)
+    prefetch_line(k + row[:, None] * (traits.G * traits.E) + tl.minimum(e, traits.E - 1)[None, :])
+    prefetch_line(v + row[:, None] * (traits.G * traits.V) + tl.minimum(c, traits.V - 1)[None, :])
+
+
+@triton.jit
 def attend_part(q_tile, k, v, table, partial, lse, row, part, end, traits: tl.constexpr):
     """Attend from the queries [ROWS, BE] of a key head to one part of its keys, and store the result.
 
@@ -73,16 +96,15 @@ def attend_part(q_tile, k, v, table, partial, lse, row, part, end, traits: tl.co
     ROWS: tl.constexpr = traits.ROWS
     BN: tl.constexpr = traits.BN
     BV: tl.constexpr = traits.BV
-    keys = tl.cdiv(tl.cdiv(end, BN), traits.PARTS) * BN  # of a part
+    begin, stop = bounds_of(part, end, traits)
     i = tl.arange(0, ROWS)[:, None]
     e = tl.arange(0, traits.BE)[None, :]
     c = tl.arange(0, BV)[None, :]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o_tile = tl.zeros([ROWS, BV], tl.float32)
-    stop = tl.minimum((part + 1) * keys, end)
-    page = page_of(table, part * keys, stop, traits)
-    for n in range(part * keys, stop, BN):
+    page = page_of(table, begin, stop, traits)
+    for n in range(begin, stop, BN):
         s = n + tl.arange(0, BN)
         at = (first_row(page, n, traits) + tl.arange(0, BN))[:, None] * traits.G
         page = page_of(table, n + BN, stop, traits)  # one tile ahead: its loads do not wait for the table
@@ -101,6 +123,45 @@ def attend_part(q_tile, k, v, table, partial, lse, row, part, end, traits: tl.co
     tl.store(partial + at * traits.V + c, o_tile, mask=(i < GROUP) & (c < traits.V))
     heads = tl.arange(0, ROWS)
     tl.store(lse + (row + heads) * traits.PARTS + part, m + tl.log2(l), mask=heads < GROUP)
+
+
+@triton.jit
+def attend_part_by_rows(q, k, v, table, partial, lse, row, part, end, traits: tl.constexpr):
+    """Attend from one query [BE] in float32, without tensor cores; other arguments: of `attend_part`.
+
+    Row i of the tiles has a softmax of its own, so that threads exchange nothing but q . k before the last tile.
+    """
+    BN: tl.constexpr = traits.BN
+    BV: tl.constexpr = traits.BV
+    e = tl.arange(0, traits.BE)[None, :]
+    c = tl.arange(0, BV)[None, :]
+    m = tl.full([BN], float("-inf"), tl.float32)
+    l = tl.zeros([BN], tl.float32)
+    o_tile = tl.zeros([BN, BV], tl.float32)
+    begin, stop = bounds_of(part, end, traits)
+    page = page_of(table, begin, stop, traits)
+    for n in range(begin, stop, BN):
+        filled = n + tl.arange(0, BN) < stop
+        at = (first_row(page, n, traits) + tl.arange(0, BN))[:, None] * traits.G
+        page = page_of(table, n + BN, stop, traits)
+        k_tile = tl.load(k + at * traits.E + e, mask=filled[:, None] & (e < traits.E), other=0.0)
+        v_tile = tl.load(v + at * traits.V + c, mask=filled[:, None] & (c < traits.V), other=0.0)
+        x = tl.where(filled, tl.sum(q[None, :] * k_tile.to(tl.float32), 1) * (traits.SCALE * LOG2E), float("-inf"))
+        m_new = tl.maximum(m, x)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x - shift)
+        decay = tl.exp2(m - shift)
+        l = l * decay + p
+        o_tile = o_tile * decay[:, None] + p[:, None] * v_tile.to(tl.float32)
+        m = m_new
+    largest = tl.max(m, 0)
+    weight = tl.where(m == float("-inf"), 0.0, tl.exp2(m - largest))
+    total = tl.sum(l * weight, 0)
+    o = tl.sum(o_tile * weight[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+    channel = tl.arange(0, BV)
+    at_part = row * traits.PARTS + part
+    tl.store(partial + at_part * traits.V + channel, o, mask=channel < traits.V)
+    tl.store(lse + at_part, largest + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=["S"])

@@ -15,7 +15,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.attention.kernels.decode import attend_part, combine_parts, first_row, page_of
+from deltazoo.backends.triton.attention.kernels.decode import (
+    attend_part,
+    attend_part_by_rows,
+    bounds_of,
+    combine_parts,
+    first_row,
+    page_of,
+    prefetch_tile,
+)
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 from deltazoo.backends.triton.rotary.kernels import angle_units, cos_sin
 
@@ -28,6 +36,7 @@ class TokenTraits(NamedTuple):
         PAIRS: of channels that rotate; 0: none. LOG_THETA: logarithm of the base of their frequencies.
         FACTOR, CONSTANT, PER_PAIR, PER_FREQUENCY, AMPLITUDE: of `ScaledFrequencies`, with SCALED.
         NORM, EPS: of q and k. GATE: whether there is one.
+        HEADS: a power of two from H / G on. ROWS: 1 if H = G, for `attend_part_by_rows`.
     """
 
     H: int
@@ -56,6 +65,7 @@ class TokenTraits(NamedTuple):
     EPS: float
     GATE: bool
     PAGE: int
+    HEADS: int
 
 
 @triton.jit
@@ -90,6 +100,22 @@ def load_heads(x, weight, i, in_heads, cos, sin, traits: tl.constexpr):
     return y
 
 
+@triton.jit
+def rotation_at(position, frequency, traits: tl.constexpr):
+    """Return cosine and sine of the angles of a position, times AMPLITUDE."""
+    cos, sin = cos_sin(angle_units(position.to(tl.float64) * frequency))
+    return cos * traits.AMPLITUDE, sin * traits.AMPLITUDE
+
+
+@triton.jit
+def filled(before, table, S, traits: tl.constexpr):
+    """Return the slots that hold tokens with the new one; 0 for a row without pages."""
+    end = tl.minimum(before + 1, S).to(tl.int32)
+    if traits.PAGE > 0:
+        end = tl.where(tl.load(table, cache_modifier=".cg") > 0, end, 0)
+    return end
+
+
 @triton.jit(do_not_specialize=["S"])
 def token_attention_kernel(
     qkv, q_weight, k_weight, k, v, table, position, partial, lse, S, traits: tl.constexpr,
@@ -106,7 +132,6 @@ def token_attention_kernel(
     H: tl.constexpr = traits.H
     G: tl.constexpr = traits.G
     E: tl.constexpr = traits.E
-    BN: tl.constexpr = traits.BN
     R: tl.constexpr = traits.PAIRS
     GROUP: tl.constexpr = H // G
     if traits.OVERLAP:
@@ -116,36 +141,48 @@ def token_attention_kernel(
     b = tl.cast(tl.program_id(0) // (traits.PARTS * G), tl.int64)
     e = tl.arange(0, traits.BE)[None, :]
     frequency = frequency_of(tl.where(e < R, e, e - R), traits) if R > 0 else 0.0
-    if traits.OVERLAP:
-        wait_for_previous()
-    before = tl.load(position + b)
-    end = tl.minimum(before + 1, S).to(tl.int32)
-    slot = (before % S).to(tl.int32)
-    if traits.PAGE > 0:
-        table += b * (S // traits.PAGE)
-        end = tl.where(tl.load(table) > 0, end, 0)
-    cos = 1.0
-    sin = 0.0
-    if R > 0:
-        cos, sin = cos_sin(angle_units(before.to(tl.float64) * frequency))
-        cos *= traits.AMPLITUDE
-        sin *= traits.AMPLITUDE
-    qkv += b * traits.QKV_STRIDE
-    i = tl.arange(0, traits.ROWS)[:, None]
-    q_tile = load_heads(qkv + g * GROUP * E, q_weight, i, i < GROUP, cos, sin, traits).to(k.dtype.element_ty)
-    one = tl.arange(0, 1)[:, None]
-    k_new = load_heads(qkv + (H + g) * E, k_weight, one, one == 0, cos, sin, traits).to(k.dtype.element_ty)
     start = tl.cast(0, tl.int64) if traits.PAGE > 0 else b * S
     k += (start * G + g) * E
     v += (start * G + g) * E
-    keys = tl.cdiv(tl.cdiv(end, BN), traits.PARTS) * BN  # of a part
-    if (slot >= part * keys) & (slot < (part + 1) * keys):
+    if traits.PAGE > 0:
+        table += b * (S // traits.PAGE)
+    before = tl.load(position + b, cache_modifier=".cg")
+    cos = 1.0
+    sin = 0.0
+    if R > 0:
+        cos, sin = rotation_at(before, frequency, traits)
+    if traits.OVERLAP:
+        # A kernel that has not ended may yet write the position: the one above is a guess, which is wrong if one of the
+        # last kernels counted a token of the same cache.
+        begin, stop = bounds_of(part, filled(before, table, S, traits), traits)
+        prefetch_tile(k, v, table, begin, stop, traits)
+        wait_for_previous()
+        guess = before
+        before = tl.load(position + b)
+        if R > 0:
+            if before != guess:
+                cos, sin = rotation_at(before, frequency, traits)
+    end = filled(before, table, S, traits)
+    slot = (before % S).to(tl.int32)
+    qkv += b * traits.QKV_STRIDE
+    i = tl.arange(0, traits.HEADS)[:, None]
+    heads = load_heads(qkv + g * GROUP * E, q_weight, i, i < GROUP, cos, sin, traits).to(k.dtype.element_ty)
+    one = tl.arange(0, 1)[:, None]
+    k_new = load_heads(qkv + (H + g) * E, k_weight, one, one == 0, cos, sin, traits).to(k.dtype.element_ty)
+    begin, stop = bounds_of(part, end, traits)
+    if (slot >= begin) & (slot < stop):
         v_new = tl.load(qkv + (H + G + g) * E + e, mask=e < E, other=0.0)
         at = first_row(page_of(table, slot, end, traits), slot, traits) * G * E + e
         tl.store(k + at, k_new, mask=e < E)
         tl.store(v + at, v_new.to(v.dtype.element_ty), mask=e < E)
     tl.debug_barrier()  # other threads of the program read what one has stored
-    attend_part(q_tile, k, v, table, partial, lse, b * H + g * GROUP, part, end, traits)
+    if traits.ROWS == 1:
+        query = tl.sum(heads.to(tl.float32), 0)  # the rows after the first are 0
+        attend_part_by_rows(query, k, v, table, partial, lse, b * H + g, part, end, traits)
+    else:  # tensor cores need ROWS queries: the heads are repeated
+        copies = tl.broadcast_to(heads[None, :, :], [traits.ROWS // traits.HEADS, traits.HEADS, traits.BE])
+        q_tile = tl.reshape(copies, [traits.ROWS, traits.BE])
+        attend_part(q_tile, k, v, table, partial, lse, b * H + g * GROUP, part, end, traits)
 
 
 @triton.jit
