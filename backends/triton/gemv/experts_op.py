@@ -18,7 +18,7 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_ROWS = 8  # from several rows on, an expert may be read more than once
 MAX_HIDDEN = 4096  # of an expert, whose rows of output weights a program reads at once
-_BLOCK, _RANKED, _ROUTES, _ROWS, _OUTPUT_TILE = 1024, 32, 2, 4, 2048
+_BLOCK, _RANKED, _ROUTES, _ROWS, _OUTPUT_TILE = 1024, 32, 2, 4, 4096
 
 
 class ExpertCall(NamedTuple):
@@ -71,7 +71,8 @@ def _launch(call: ExpertCall, y: Tensor) -> None:
     routes = [call.router, *([] if call.shared_gate is None else [call.shared_gate])]
     logits = x.new_empty(B, E + len(routes) - 1, dtype=torch.float32)
     launch_gemv(x, routes, Around(call.norm_weight, call.eps), logits, GemvLaunch(rows=_ROUTES))
-    outputs = max(1, _OUTPUT_TILE // power_of_two(max(F, S)))
+    tile = min(_OUTPUT_TILE, 8 * _OUTPUT_TILE // call.active)  # of each expert; all are in registers at once
+    outputs = max(1, power_of_two(tile // 2 + 1) // power_of_two(max(F, S)))
     traits = ExpertTraits(
         D=D, E=E, ACTIVE=call.active, F=F, S=S, ROUTES=logits.shape[1], BE=power_of_two(E), RANKED=_RANKED, ROWS=_ROWS,
         OUTPUTS=outputs,
