@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -144,10 +144,10 @@ def _encode_all(
         return
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=start_worker, initargs=(encoding,))
     try:
-        futures: dict[Future[int], UnitTask] = {pool.submit(work, task): task for task in missing}
-        for future in as_completed(futures):
+        futures = [pool.submit(work, task) for task in missing]
+        for future, task in zip(futures, missing, strict=True):  # in order: of several errors the first is raised
             future.result()
-            report(futures[future])
+            report(task)
     except BrokenProcessPool as error:
         raise ConfigError(
             "a process that encodes has ended early, perhaps for lack of memory: use fewer processes; the same command "
