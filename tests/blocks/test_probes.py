@@ -127,7 +127,7 @@ def test_a_rate_that_solves_the_task_ends_the_search(tmp_path):
 
 
 def test_runs_of_cells_that_share_a_device_are_those_of_single_cells(tmp_path):
-    """The loop of a GPU on the CPU, whose runs do not depend on what is trained beside them."""
+    """Run the GPU loop on the CPU: a run must not depend on the runs that are trained at the same time."""
     single = probe(["deltanet", "s4d"], [TINY], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
     running = [CellInProgress(TINY, mixer, [], 2, "cpu") for mixer in ("deltanet", "s4d")]
     together = []

@@ -55,7 +55,7 @@ class Stacks(Task):
         is_push_BN = draws.uniform((batch, count), generator) < 0.5
         stack_BN = draws.integers(0, self.stacks, (batch, count), generator)
         drawn_BN = draws.integers(0, self.elements, (batch, count), generator)
-        # The height of a stack is a random walk reflected at 0: the sum of its steps minus the least partial sum.
+        # A height never falls below 0: it is the partial sum of a stack's steps minus the least partial sum so far.
         is_stack_BNS = stack_BN[:, :, None] == draws.arange(self.stacks, generator)
         sums_BNS = (is_stack_BNS * torch.where(is_push_BN, 1, -1)[:, :, None]).cumsum(1)
         heights_BNS = sums_BNS - sums_BNS.cummin(1).values.clamp(max=0)
