@@ -20,7 +20,7 @@ from deltazoo.blocks.probes.records import Run
 from deltazoo.blocks.probes.tasks import task as task_of
 
 _COMPILING = 8  # processes
-_RUNS_AT_ONCE = 12  # on a GPU; a cell that begins below it may exceed it
+_RUNS_AT_ONCE = 6  # on a GPU; a cell that begins below it may exceed it
 _POLL = 0.05  # seconds between looks for a compiled cell
 _SPENT = "the budget is spent; the same command continues"
 

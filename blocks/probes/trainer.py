@@ -55,6 +55,7 @@ class Trainer:
         self.optimizer = Optimizer(model, self.config.optimizer, sharded=False)
         self.loss = torch.zeros((), device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.pool: Any = None  # memory that all graphs of the run share, because they run one after the other
         self.evaluations: dict[tuple[int, int], _Evaluation] = {}  # by length and rows
         self.is_cuda = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.is_cuda else None
@@ -161,10 +162,12 @@ class Trainer:
         """Capture a call on the stream of the run. Unlike `torch.cuda.graph` this waits for no other stream."""
         assert self.stream is not None
         self.stream.synchronize()
+        torch.cuda.empty_cache()  # eager calls leave memory that no other stream can use
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(generator)
         gc.disable()  # a collection could destroy the graph of another run, which a capture forbids
-        graph.capture_begin(capture_error_mode="thread_local")
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             call()
         finally:
