@@ -117,6 +117,9 @@ def wide_short_conv(
     if cu_seqlens is not None:
         padded, rows_T = _pack_with_history(x_BTC, history, past, cu_seqlens)
         y_BTC = convolve(padded, weight_WC)[:, rows_T]
+    elif history is not None and x_BTC.shape[1] == 1:
+        inputs_BWC = torch.cat([history.to(x_BTC.dtype), x_BTC], 1)
+        y_BTC = (inputs_BWC * weight_WC.flip(0)).sum(1, keepdim=True)
     elif history is not None:
         y_BTC = convolve(torch.cat([history.to(x_BTC.dtype), x_BTC], 1), weight_WC)[:, past:]
     else:

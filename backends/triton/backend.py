@@ -16,6 +16,7 @@ from deltazoo.backends.triton.chunk.carried_op import carried_scan
 from deltazoo.backends.triton.chunk.op import begin_scan, chunk_scan
 from deltazoo.backends.triton.config import LaunchConfig
 from deltazoo.backends.triton.conv import op as conv
+from deltazoo.backends.triton.conv import step_op as conv_step
 from deltazoo.backends.triton.conv.wide_op import wide_conv
 from deltazoo.backends.triton.decode import fused, fused_verify
 from deltazoo.backends.triton.decode.op import begin_step, commit_, decode_operands, step_, verify
@@ -193,6 +194,10 @@ class TritonBackend(Backend):
         if inputs.ends is not None:
             return super().short_conv(inputs, parts)
         return wide_short_conv(inputs, parts, wide_conv)
+
+    def short_conv_step_(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...] | None:
+        refuse_forward_mode(self.name, inputs)
+        return None if conv_step.refusals(inputs, parts) else conv_step.conv_step_(inputs, parts)
 
     @staticmethod
     def _tensors_unsupported(device: str, dtype: torch.dtype, interpreted: bool, installed: bool) -> list[str]:

@@ -271,6 +271,15 @@ class Backend(ABC):
         """
         return short_conv(inputs, parts)
 
+    def short_conv_step_(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...] | None:
+        """Compute `short_conv` of one token per row without gradients, and append it to `inputs.history` in place.
+
+        Called only if `short_conv_unsupported` returns no reasons for several tokens. The inputs have been checked.
+
+        Returns: None, with the history as it was, if there is no kernel for these operands.
+        """
+        return None
+
 
 def slice_tokens(inputs: UpdateInputs, start: int, stop: int) -> UpdateInputs:
     """Return the operands of tokens start to stop; operands without a time axis are unchanged."""

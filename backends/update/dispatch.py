@@ -251,6 +251,18 @@ class BoundConv:
         record_call(backend.name, "short conv")
         return backend.short_conv(inputs, self.parts)
 
+    def step_(self, inputs: ConvInputs) -> tuple[Tensor, ...] | None:
+        """Convolve one token per row without gradients, and append it to `inputs.history` in place.
+
+        Returns: None, with the history as it was, if no backend has a kernel for it.
+        """
+        check_conv(inputs, self.parts)
+        backend = self.backend_for(device_type(inputs.x), inputs.x.dtype, inputs.weight.shape[-1])
+        streams = None if backend is None else backend.short_conv_step_(inputs, self.parts)
+        if streams is not None and backend is not None:
+            record_call(backend.name, "short conv step")
+        return streams
+
     def backend_for(self, device: str, dtype: torch.dtype, taps: int) -> Backend | None:
         """Return the backend whose kernel supports such tensors of several tokens; None means plain torch."""
         return self._choose(device, dtype, taps, single=False)[0]

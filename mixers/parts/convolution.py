@@ -84,6 +84,10 @@ class ShortConv(Groupable, HasBackend):
         self, x_BTC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Convolve x. Returns: for each part a tensor [B, T, channels] in the dtype of x; the new state."""
+        if state is not None and x_BTC.shape[1] == 1 and _is_plain_step(context):
+            stepped = self.bound.step_(ConvInputs(x_BTC, self.weight, self.bias, state))
+            if stepped is not None:
+                return stepped, state
         x_BTC, before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
         history = None if before is None else before.to(x_BTC.dtype)
         streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, _bounds(context)))
@@ -123,6 +127,13 @@ class TokenShift(nn.Module):
         if context.parallel is not None:
             shifted = connected(shifted, before)
         return shifted, _next_state(x_BTD, state, before, context)
+
+
+def _is_plain_step(context: Context) -> bool:
+    """Whether a single token may be convolved, and its state changed, by one kernel."""
+    if torch.is_grad_enabled() or context.verify:
+        return False
+    return context.cu_seqlens is None and context.mask is None and context.parallel is None
 
 
 def _bounds(context: Context) -> Tensor | None:

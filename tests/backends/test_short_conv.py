@@ -30,6 +30,7 @@ from deltazoo.backends.io.errors import (
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.triton import TritonBackend
 from deltazoo.backends.triton.conv import op as conv
+from deltazoo.backends.triton.conv import step_op as conv_step
 from deltazoo.backends.update.dispatch import bind_conv, use_backend
 from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import KDA, Context, DeltaNet, GatedDeltaNet, Hyena, Mesa, MixerConfig
@@ -197,6 +198,36 @@ SMOKE = [("short pack with history", torch.float32), ("short", torch.float32)]
 @pytest.mark.parametrize(("name", "dtype"), cover(list(CASES), _DTYPES, SMOKE))
 def test_kernels_match_conv1d(name: str, dtype: torch.dtype) -> None:
     assert_agrees(conv.short_conv, CASES[name], dtype)
+
+
+STEPS = {
+    "norms": Case([Q, V, Q], 1, bias=True, history=True),
+    "odd channels": Case([ConvPart(9, True, 3), ConvPart(5)], 1, W=2, history=True, B=3),
+    "many taps": Case([ConvPart(70)], 1, W=20, bias=True, history=True),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_the_kernel_of_one_token_matches_plain_torch_and_appends_it(name: str, dtype: torch.dtype) -> None:
+    case = STEPS[name]
+    inputs = ConvInputs(*(None if x is None else x.detach() for x in draw(case, dtype)))
+    assert inputs.history is not None
+    inputs = inputs._replace(x=F.pad(inputs.x, (0, 3))[..., : inputs.x.shape[2]])  # a view of wider rows
+    expected = short_conv(ConvInputs(*(None if x is None else x.double() for x in inputs)), case.parts)
+    appended = torch.cat([inputs.history, inputs.x], 1)[:, 1:]
+    for actual, y in zip(conv_step.conv_step_(inputs, case.parts), expected, strict=True):
+        assert actual.dtype == dtype
+        assert (actual - y).norm() < LIMITS[dtype] * y.norm()
+    assert torch.equal(inputs.history, appended)
+
+
+def test_steps_that_the_kernel_does_not_compute_are_refused_with_reasons() -> None:
+    inputs = ConvInputs(*(None if x is None else x.detach() for x in draw(STEPS["norms"], device="cpu")))
+    heads = [ConvPart(32, True, 16), ConvPart(40, True, 8), ConvPart(32)]
+    assert any("got [8, 16]" in reason for reason in conv_step.refusals(inputs, heads))
+    assert any("needs a history" in reason for reason in conv_step.refusals(inputs._replace(history=None), [BARE]))
 
 
 @needs_triton

@@ -3,6 +3,7 @@
 They run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 """
 
+import copy
 import itertools
 
 import pytest
@@ -16,6 +17,7 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.triton import LaunchConfig, TritonBackend
+from deltazoo.backends.triton.element.complex_op import complex_step_
 from deltazoo.backends.triton.element.config import (
     ElementConfig,
     ElementLaunch,
@@ -26,6 +28,8 @@ from deltazoo.backends.triton.element.config import (
 from deltazoo.backends.triton.element.op import element_update
 from deltazoo.backends.triton.element.show import element_plans
 from deltazoo.backends.triton.lower import route_of
+from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
 pytestmark = needs_triton
 
@@ -166,6 +170,24 @@ def test_decode_in_slots_equals_the_whole_sequence(spec):
         torch.testing.assert_close(o[:, 0], want.o[:, t], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(states[slots], want.state, rtol=2e-5, atol=2e-5)
     assert states[[1, 2, 4]].isnan().all()  # no other slot is written
+
+
+@pytest.mark.parametrize(("B", "D", "N"), [(3, 5, 3), (10, 40, 32)])
+def test_a_step_of_complex_states_equals_that_of_the_layer(B, D, N):
+    torch.manual_seed(0)
+    layer = DiagonalSSM(D, N, backend="reference")
+    exact = copy.deepcopy(layer).double()
+    x = torch.randn(B, 1, D, dtype=torch.float64)
+    with torch.no_grad():
+        state = exact.init_state(B, x)
+        state["update"].normal_()
+        state["seen"] += 100 + torch.arange(B)
+        states, seen = state["update"].float().to(DEVICE), state["seen"].clone().to(DEVICE)
+        expected, after = exact(x, state, Context())
+        log_magnitude, angle, b = (y.float().to(DEVICE) for y in exact._discretise(torch.float64))
+        y = complex_step_(x[:, 0].float().to(DEVICE), (log_magnitude, angle), b, layer.C.to(DEVICE), seen, states)
+    pairs = (y.cpu() + layer.skip.detach() * x[:, 0], expected[:, 0]), (states.cpu(), after["update"])
+    assert all((actual - exact).norm() < 1e-4 * exact.norm() for actual, exact in pairs)  # the angle is in float32
 
 
 def test_decode_with_a_slot_outside_the_pool_accesses_no_state():

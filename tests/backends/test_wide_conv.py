@@ -58,6 +58,13 @@ def test_a_wide_short_convolution_equals_one_of_each_sequence(history):
     assert not y[:, 60:].any()
 
 
+def test_one_token_after_a_history_equals_the_last_of_a_sequence():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 20, 3, dtype=torch.float64), torch.randn(3, 20, dtype=torch.float64)
+    (y,) = short_conv(ConvInputs(x[:, 19:], weight, None, x[:, :19]), [ConvPart(3)])
+    torch.testing.assert_close(y, direct(x, weight.T.flip(0))[:, 19:])
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("shape", "W", "dtype"),

@@ -11,6 +11,10 @@ from einops import repeat
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.long_conv import long_conv
+from deltazoo.backends.torch_ext.devices import device_type
+from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.triton.element.complex_op import complex_step_
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
@@ -94,7 +98,8 @@ class DiagonalSSM(nn.Module):
         if self.convolution and state is None and context.cu_seqlens is None:
             y, new_state = long_conv(x, self._kernel(log_magnitude, frequency, b, x.shape[1])), None
         else:
-            y, new_state = self._recurrent(x, log_magnitude, frequency, b, state, context)
+            stepped = self._step_(x, log_magnitude, frequency, b, state, context)
+            y, new_state = stepped or self._recurrent(x, log_magnitude, frequency, b, state, context)
         return (y + self.skip * x).to(x.dtype), new_state
 
     def _discretise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +108,26 @@ class DiagonalSSM(nn.Module):
         imaginary = torch.zeros_like(real) if self.imaginary is None else self.imaginary.to(dtype)
         log_magnitude, frequency, *b = discretise(self.discretisation, real, imaginary, self.log_dt.to(dtype).exp())
         return log_magnitude, frequency, torch.stack(b, -1)
+
+    def _step_(
+        self,
+        x: Tensor,
+        log_magnitude: Tensor,
+        frequency: Tensor,
+        b: Tensor,
+        state: dict[str, Tensor] | None,
+        context: Context,
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Decode a token per row by a kernel that computes q and k, in place. Return None if it does not run."""
+        is_step = x.shape[1] == 1 and context.mask is None and context.cu_seqlens is None and context.parallel is None
+        if state is None or not is_step or self.imaginary is None or torch.is_grad_enabled():
+            return None
+        meta = self.update.meta(device_type(x), x.dtype)
+        if kernel_refusals(x) or not is_plain(self.update) or not self.update.bound.has_decode_kernels(meta):
+            return None
+        seen, position = state["seen"], positions(x, state["seen"], context)[:, 0]
+        y = complex_step_(x[:, 0], (log_magnitude, frequency), b, self.C, position, state["update"])
+        return y[:, None], {"update": state["update"], "seen": write_back(seen, seen + 1)}
 
     def _recurrent(
         self,
