@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import apply_maps, is_step
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments
+from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
@@ -97,19 +98,26 @@ class MomentumDeltaNetMixer(FilterMixer):
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         old = state or {}
-        projected, history = call_part(self.project, x, old.get("project"), context)
-        inputs = self.gates(x, projected.q, projected.k, projected.v)
+        parts = {"project": self.project, "gates": self.gates, **dict(self.outputs.items())}
+        maps = {name: part.input_map() for name, part in parts.items() if isinstance(part, MapsInput)}
+        products = apply_maps(x, maps) if is_step(x, state) else {}
+
+        def context_of(name: str) -> Context:
+            return context._replace(product=products.get(name))
+
+        projected, history = call_part(self.project, x, old.get("project"), context_of("project"))
+        inputs = self.gates(context_of("gates"), x, projected.q, projected.k, projected.v)
         o, states = momentum_delta_rule(inputs, [old["S"], old["N"]] if old else None, context)
         if state is not None:
             new |= {name: write_back(old[name], tensor) for name, tensor in zip("SN", states, strict=True)}
             new |= {} if history is None else {"project": history}
         arguments = OutputArguments(x, projected, projected)
-        for part in self.outputs.values():
-            o, _ = call_part(part, o, arguments, None, context)
+        for name, part in self.outputs.items():
+            o, _ = call_part(part, o, arguments, None, context_of(name))
         return self.out(o.flatten(2))
 
 
-class MomentumGates(nn.Module):
+class MomentumGates(nn.Module, MapsInput):
     """The operands of the recurrence from q, k, v and x, with q and k normalised, and per value head.
 
     Initialisation: A and A_mu uniform in [0, 16], b_a and b_m as `init_dt_bias`, f uniform in [0, 4], d in [0, 1].
@@ -133,9 +141,12 @@ class MomentumGates(nn.Module):
         init_dt_bias(self.alpha_bias)
         init_dt_bias(self.mu_bias)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> MomentumInputs:
+    def input_map(self) -> nn.Module:
+        return self.proj
+
+    def forward(self, context: Context, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> MomentumInputs:
         """Return the operands. Args: x: [B, T, D]; q, k: [B, T, H, K]; v: [B, T, HV, V]."""
-        raw, dtype = self.proj(x), state_dtype(v.dtype)
+        raw, dtype = context.apply(self.proj, x), state_dtype(v.dtype)
         groups = self.value_heads // k.shape[2]
         q, k = q.to(dtype), k.to(dtype)
         if self.d_log is not None:

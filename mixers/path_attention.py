@@ -28,6 +28,7 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.backends.update.watch import runs_by_kernel
+from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
 from deltazoo.mixers.core.sequences import segment_cumsum, token_counts, unpack
@@ -198,9 +199,10 @@ class PathAttentionMixer(TokenCacheMixer):
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Operands:
         E = self.head_width
-        q, k, v = (torch.unflatten(y, -1, (-1, E)) for y in self.to_qkv(x).split(self.sizes, -1))
-        w = torch.unflatten(self.apply_filter("conv", self.to_w(x), state, new, context), -1, (-1, E))
-        beta = 2 * self.to_beta(x).to(state_dtype(x.dtype)).sigmoid()
+        mapped = apply_to_input(x, {"qkv": self.to_qkv, "w": self.to_w, "beta": self.to_beta}, state)
+        q, k, v = (torch.unflatten(y, -1, (-1, E)) for y in mapped["qkv"].split(self.sizes, -1))
+        w = torch.unflatten(self.apply_filter("conv", mapped["w"], state, new, context), -1, (-1, E))
+        beta = 2 * mapped["beta"].to(state_dtype(x.dtype)).sigmoid()
         if context.mask is not None:  # H = I at padded tokens
             beta = beta * context.mask[..., None]
         log_forget = None if self.forget is None else self.forget(x, context)

@@ -16,6 +16,7 @@ from deltazoo.backends.ops.fast_weights.neural_memory import neural_memory
 from deltazoo.backends.ops.fast_weights.neural_memory_chunks import MemoryOperands
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import Backend, state_dtype
+from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
@@ -88,17 +89,18 @@ class TitansMixer(FastWeightMixer):
         return [*self.sizes] * 3
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        streams = self.apply_filter("conv", self.to_qkv(x), state, new, context)
+        mapped = apply_to_input(x, {"qkv": self.to_qkv, "gates": self.to_gates, "gate": self.to_gate}, state)
+        streams = self.apply_filter("conv", mapped["qkv"], state, new, context)
         q, k, v = rearrange(streams, "b t (n h e) -> n b t h e", n=3, h=self.heads)
         dtype = state_dtype(x.dtype)
         q, k = (_unit(y.to(dtype)).to(v.dtype) for y in (q, k))
-        eta, theta, alpha = self.to_gates(x).to(dtype).sigmoid().chunk(3, -1)
+        eta, theta, alpha = mapped["gates"].to(dtype).sigmoid().chunk(3, -1)
         first = [layer.to(dtype) for layer in self.memory()]
         stored, spans = self.stored_model(state, dtype), self.spans(x, state, context, self.chunk)
         o, model = neural_memory(MemoryOperands(q, k, v, eta, theta, alpha, first, stored, spans), self.chunk)
         self.store_model(model, x, state, new, context)
         y = self.norm(o.flatten(2).to(x.dtype))
-        return self.out(y * F.silu(self.to_gate(x)))
+        return self.out(y * F.silu(mapped["gate"]))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.fast_weights.ttt_linear import ttt_linear
 from deltazoo.backends.ops.fast_weights.ttt_linear_chunks import TTTOperands
 from deltazoo.backends.update.base import Backend, state_dtype
+from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
@@ -93,14 +94,15 @@ class TTTLinearMixer(FastWeightMixer):
         return [(H, E, E)] * 2 + [(H, E)] * 2
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        qk, v = self.to_qk_v(x).chunk(2, -1)
+        mapped = apply_to_input(x, {"qk_v": self.to_qk_v, "rate": self.to_rate, "gate": self.to_gate}, state)
+        qk, v = mapped["qk_v"].chunk(2, -1)
         q, k = self.apply_filter("conv", torch.cat([qk, qk], -1), state, new, context).chunk(2, -1)
         place = positions(x, self.token_count(state), context._replace(positions=None)) % self.batch
         q, k, v = (rearrange(y, "b t (h e) -> b t h e", h=self.heads) for y in (q, k, v))
         dtype = state_dtype(x.dtype)
         rotation = rotation_at(place, self.head_width // 2, self.theta, dtype)
         q, k = (apply_rotary(y.to(dtype), rotation).to(v.dtype) for y in (q, k))
-        eta = self.rate / self.head_width * self.to_rate(x).to(dtype).sigmoid()
+        eta = self.rate / self.head_width * mapped["rate"].to(dtype).sigmoid()
         place_rate = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=dtype)
         place_rate = (place_rate + self.place_rate.to(dtype)).clamp(min=0)
         wide = dtype if state is None or torch.is_grad_enabled() else None  # the update in place takes any dtype
@@ -111,7 +113,7 @@ class TTTLinearMixer(FastWeightMixer):
         o, model = ttt_linear(TTTOperands(q, k, v, eta, place_rate, gain, bias, first_W, first_b, W, G, b, g, spans))
         self.store_model(model, x, state, new, context)
         y = self.norm(o.flatten(2).to(dtype)).to(x.dtype)
-        return self.out(y * nn.functional.gelu(self.to_gate(x), approximate="tanh"))
+        return self.out(y * nn.functional.gelu(mapped["gate"], approximate="tanh"))
 
 
 class OutputNorm(nn.LayerNorm):

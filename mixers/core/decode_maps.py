@@ -4,7 +4,7 @@ B batch, D width
 """
 
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -12,13 +12,15 @@ from deltazoo.backends.ops import gemv
 from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.backends.update.base import state_dtype
+from deltazoo.mixers.core.part import GateLinear
 
 
 def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None = None) -> dict[str, Tensor]:
     """Apply each map to x, or to its norm.
 
-    Plain linear maps without bias, and the first ones of maps of low rank, are one product on a GPU. Other modules are
-    called.
+    Plain linear maps, and the first ones of maps of low rank, are one product on a GPU. A bias is added to the rounded
+    product. Other modules are called.
     """
     first: dict[str, nn.Linear] = {}
     for name, module in maps.items():
@@ -28,15 +30,27 @@ def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None =
     results: dict[str, Tensor] = {}
     if first and not gemv.refusals(x_B1D):
         products = gemv.products(x_B1D, [linear.weight for linear in first.values()], norm)
-        for name, product in zip(first, products, strict=True):
-            module = maps[name]
-            results[name] = product if module is first[name] else apply_map(product, module[1])  # type: ignore[index]
+        for (name, linear), product in zip(first.items(), products, strict=True):
+            y, module = _with_bias(product, linear), maps[name]
+            results[name] = y if module is linear else apply_map(y, module[1])  # type: ignore[index]
     if len(results) < len(maps):
         normed_B1D = x_B1D if norm is None else rms_norm(x_B1D, norm.weight, norm.eps)
         for name, module in maps.items():
             if name not in results:
                 results[name] = module(normed_B1D)
     return results
+
+
+def apply_to_input(x_BTD: Tensor, maps: Mapping[str, nn.Module], state: Any) -> dict[str, Tensor]:
+    """Apply each map to the input of a mixer: together if it is that of a decode step. Args: state: of the mixer."""
+    if is_step(x_BTD, state):
+        return apply_maps(x_BTD, maps)
+    return {name: module(x_BTD) for name, module in maps.items()}
+
+
+def is_step(x_BTD: Tensor, state: Any) -> bool:
+    """Whether x is a single token per row, of so few rows that products read each weight once."""
+    return state is not None and x_BTD.shape[1] == 1 and not gemv.refusals(x_BTD)
 
 
 def apply_map(x: Tensor, module: nn.Module) -> Tensor:
@@ -49,12 +63,24 @@ def apply_map(x: Tensor, module: nn.Module) -> Tensor:
 
 def reads_weight(module: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     """Whether the product of a row of x with the module's weight is what a call of the module computes."""
-    if not is_plain_linear(module) or module.bias is not None or module.weight.dtype != x.dtype:
+    return is_plain_linear(module) and _adds_to_product(module, x) and module.bias is None
+
+
+def _adds_to_product(module: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
+    """Whether a call of the module computes that product, plus the bias if there is one."""
+    if type(module) not in (nn.Linear, GateLinear) or not is_plain(module):
         return False
-    return module.weight.shape[1] <= gemv.MAX_WIDTH
+    assert isinstance(module, nn.Linear)
+    return module.weight.dtype == x.dtype and module.weight.shape[1] <= gemv.MAX_WIDTH
+
+
+def _with_bias(product: Tensor, linear: nn.Linear) -> Tensor:
+    """Return what a call of the map returns, from the product rounded to its dtype."""
+    y = product.to(state_dtype(product.dtype)) if isinstance(linear, GateLinear) else product
+    return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 
 def _first_map(module: nn.Module, x: Tensor) -> nn.Linear | None:
     if type(module) is nn.Sequential and len(module) == 2 and is_plain(module) and is_plain_linear(module[1]):
         module = module[0]
-    return module if reads_weight(module, x) else None
+    return module if _adds_to_product(module, x) else None

@@ -24,7 +24,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
-from deltazoo.mixers.core.decode_maps import reads_weight
+from deltazoo.mixers.core.decode_maps import apply_maps, is_step, reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
 from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
@@ -32,6 +32,7 @@ from deltazoo.mixers.core.part import (
     HasBackend,
     HeadShape,
     LinearPart,
+    MapsInput,
     OutputArguments,
     OutputPart,
     Parts,
@@ -41,6 +42,7 @@ from deltazoo.mixers.core.part import (
     call_stateful,
     commit_part_,
     init_normal,
+    maps_input,
     project_jointly,
     run_part,
 )
@@ -191,32 +193,42 @@ class DeltaMixer(Mixer):
                 for output_part in remaining:
                     o = output_part.transform(o, x_BTD)
                 return MixerOutput(self._project_out(o, x_BTD, order), state)
+        products = self._products(x_BTD, state)
+        context = context._replace(product=products.get("project"))
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
-        linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
-        raw = project_jointly(x_BTD, {name: part.proj for name, part in linear_parts.items() if is_plain(part)})
         for name, part in self.operands.items():
-            if name in raw:
-                inputs = linear_parts[name].prepare(raw[name], inputs)
-            else:
-                inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
+            context = context._replace(product=products.get(name))
+            inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
         o, new[self.update_key] = call_part(self.update, inputs, old.get(self.update_key), context)
         arguments = OutputArguments(x_BTD, projected, inputs)
         parts = list(self.outputs.items())
         while parts:
             name, part = parts.pop(0)
-            following = parts[0][1] if parts else None
+            following_name, following = parts[0] if parts else ("", None)
             if isinstance(part, StatelessOutputPart) and isinstance(following, OutputPart):
-                o_of_both = part.transform_with(following, o, x_BTD)
+                o_of_both = part.transform_with(following, o, x_BTD, products.get(following_name))
                 if o_of_both is not None:
                     o = o_of_both
                     parts.pop(0)
                     continue
+            context = context._replace(product=products.get(name))
             o, new[name] = call_stateful(part, o, arguments, old.get(name), context=context)
         y_BTD = self._project_out(o, x_BTD, order)
         intermediates: Mapping[str, Tensor] = context.intermediates or {}
         side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
         return MixerOutput(y_BTD, None if state is None else _without_none(new), side)
+
+    def _products(self, x_BTD: Tensor, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Compute linear maps of x together, by the name of their part: narrow ones, in a decode step all."""
+        maps: dict[str, nn.Module] = {}
+        together = is_step(x_BTD, state)
+        for name, part in self._parts().items():
+            if type(part) is not self._mapped_classes.get(name) or not is_plain(part):
+                continue
+            if isinstance(part, MapsInput if together else LinearPart):
+                maps[name] = part.input_map()
+        return apply_maps(x_BTD, maps) if together else project_jointly(x_BTD, maps)
 
     def forward_grouped(
         self,
@@ -355,6 +367,7 @@ class DeltaMixer(Mixer):
         for module in self.modules():
             if isinstance(module, HasBackend):
                 module.rebind(backend, like)
+        self._mapped_classes = {name: type(part) for name, part in self._parts().items() if maps_input(part)}
         self._fusion_plan = plan_fusion(self._unfused_step(), self._parts(), dict(self.outputs.items()))
 
     def _project_out(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:

@@ -67,6 +67,7 @@ class Context(NamedTuple):
     intermediates: tensors that earlier parts of the same mixer returned, by name.
     parallel: the plan of context parallelism: x holds this rank's tokens, cu_seqlens the bounds of its segments, and
         states have a row for each document, equal on all ranks.
+    product: the part's linear map of the mixer's input (`MapsInput`), if the mixer has computed it.
     verify: whether the tokens are drafted ones. A mixer then leaves its state as it was before them, and returns in
         place of the new state what `Mixer.commit_` needs.
     """
@@ -79,6 +80,12 @@ class Context(NamedTuple):
     intermediates: NamedTensors | None = None
     parallel: ContextPlan | None = None
     verify: bool = False
+    product: Tensor | None = None
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Return module(x), for the part's linear map of the mixer's input."""
+        y: Tensor = module(x) if self.product is None else self.product
+        return y
 
     def intermediate(self, name: str) -> Tensor:
         """Return a tensor that an earlier part returned."""

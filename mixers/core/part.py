@@ -80,15 +80,29 @@ class OperandPart(nn.Module, ABC):
         """
 
 
-class LinearPart(OperandPart):
+class MapsInput(ABC):
+    """Part that reads the mixer's input x by one linear map. A decode step computes those of all parts together.
+
+    Its `forward` takes the product from `Context.apply`.
+    """
+
+    @abstractmethod
+    def input_map(self) -> nn.Module:
+        """Return the map."""
+
+
+class LinearPart(OperandPart, MapsInput):
     """Operand part that depends on x only through one linear map, `proj`."""
 
     proj: nn.Module
 
+    def input_map(self) -> nn.Module:
+        return self.proj
+
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        return self.prepare(self.proj(x), inputs), None
+        return self.prepare(context.apply(self.proj, x), inputs), None
 
     @abstractmethod
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
@@ -114,19 +128,52 @@ class StatelessOutputPart(OutputPart):
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self, MappedOutputPart) and context.product is not None:
+            return self.transform_by(o, context.product), None
         return self.transform(o, arguments.x), None
 
     @abstractmethod
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         """Return the output [B, T, HV, V]. Args: x: [B, T, D], input of the mixer."""
 
-    def transform_with(self, following: OutputPart, o: Tensor, x: Tensor) -> Tensor | None:
-        """Compute this part and the one that follows by one kernel. Return None if there is none for them."""
+    def transform_with(
+        self, following: OutputPart, o: Tensor, x: Tensor, product: Tensor | None = None
+    ) -> Tensor | None:
+        """Compute this part and the one that follows by one kernel. Return None if there is none for them.
+
+        Args: product: of the map of `following`, as in `Context`.
+        """
         return None
 
     def norm_of_all(self) -> Norm | None:
         """Return the RMS norm of all heads together that this part is, for the output map; None: it is another part."""
         return None
+
+
+class MappedOutputPart(StatelessOutputPart, MapsInput, ABC):
+    """Stateless output part that reads the mixer's input by one linear map."""
+
+    def transform(self, o: Tensor, x: Tensor) -> Tensor:
+        return self.transform_by(o, self.input_map()(x))
+
+    @abstractmethod
+    def transform_by(self, o: Tensor, product: Tensor) -> Tensor:
+        """Return the output [B, T, HV, V]. Args: product: of the map with the mixer's input."""
+
+
+def maps_input(part: nn.Module) -> bool:
+    """Whether a part has an `input_map`. A subclass that computes something else must declare its map again."""
+    if not isinstance(part, MapsInput):
+        return False
+    if isinstance(part, MappedOutputPart):
+        is_forward_ours = _owner(part, "forward") is StatelessOutputPart
+        return is_forward_ours and _owner(part, "transform_by") is _owner(part, "input_map")
+    return _owner(part, "forward") is _owner(part, "input_map")
+
+
+def _owner(part: nn.Module, method: str) -> type:
+    """Return the class that defines a method of a part."""
+    return next(c for c in type(part).__mro__ if method in vars(c))
 
 
 class Stateful(ABC):
@@ -336,7 +383,8 @@ def project_jointly(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tenso
 
     A narrow map has at most D / 8 outputs, such as the maps to decay and beta. Separate products read x once each in
     the forward, and each adds a gradient of x's size in the backward: a compiled gated_deltanet layer of width 2048
-    takes 8.35 ms with them and 8.18 ms with one product (H200, torch 2.11, four runs). A single token gains nothing.
+    takes 8.35 ms with them and 8.18 ms with one product (H200, torch 2.11, four runs). A decode step
+    computes all maps of the input together instead (`decode_maps`).
     """
     narrow = {name: layer for name, layer in maps.items() if _is_narrow(layer)}
     if len(narrow) < 2 or x.shape[1] == 1:

@@ -145,7 +145,9 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
     def transform(self, o: Tensor, x: Tensor) -> Tensor:
         return self._normalize(o, self.weight, self.bias)
 
-    def transform_with(self, following: OutputPart, o: Tensor, x: Tensor) -> Tensor | None:
+    def transform_with(
+        self, following: OutputPart, o: Tensor, x: Tensor, product: Tensor | None = None
+    ) -> Tensor | None:
         if type(self) is not HeadNorm or type(following) is not OutputGate or not is_plain(following):
             return None
         activation = following.activation
@@ -153,7 +155,7 @@ class HeadNorm(StatelessOutputPart, Groupable, Fusible):
             return None
         if not _has_kernel(self, self.weight, o):
             return None
-        raw = following.proj(x)
+        raw = following.proj(x) if product is None else product
         if raw.dtype != o.dtype:
             return apply_gate(self.transform(o, x), raw.view(o.shape), activation)
         return gated_rms_norm(o, raw, self.weight, self.eps, activation)

@@ -16,14 +16,14 @@ from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import Fusible, HeadShape, OperandPart, Stateful, init_normal
+from deltazoo.mixers.core.part import Fusible, HeadShape, MapsInput, OperandPart, Stateful, init_normal
 from deltazoo.mixers.parts.convolution import ConvBias, ShortConv
 
 # A subset of q, k and v
 Streams = Literal["", "q", "k", "v", "qk", "qkv"]
 
 
-class QKVProjection(Groupable, Fusible, Stateful):
+class QKVProjection(Groupable, Fusible, Stateful, MapsInput):
     """q, k, v = W x by one linear map, then optionally a short convolution, SiLU and an L2 norm of each head.
 
     Activation and norm are computed together with the convolution (`backends.ops.short_conv`). Other activations of
@@ -74,9 +74,12 @@ class QKVProjection(Groupable, Fusible, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)
 
+    def input_map(self) -> nn.Module:
+        return self.to_qkv
+
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
         """Project x [B, T, D]; k and v get an axis n after T if there are several Householder steps."""
-        qkv_BTC = self.to_qkv(x)
+        qkv_BTC = context.apply(self.to_qkv, x)
         convolved: tuple[Tensor, ...] = ()
         if self.conv is not None:
             channels = self.conv.weight.shape[0]
@@ -150,7 +153,7 @@ class ShareKeyValues(OperandPart):
         return inputs._replace(**repeated), None
 
 
-class ChannelProjection(nn.Module, Stateful):
+class ChannelProjection(nn.Module, Stateful, MapsInput):
     """v = conv(W x) for C channels, [B, T, C, 1], with an optional SiLU; q = k = 1.
 
     Args:
@@ -192,8 +195,11 @@ class ChannelProjection(nn.Module, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)
 
+    def input_map(self) -> nn.Module:
+        return self.to_v
+
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
-        v = self.to_v(x)
+        v = context.apply(self.to_v, x)
         if self.conv is not None:
             (v,), state = self.conv(v, state, context)
         else:

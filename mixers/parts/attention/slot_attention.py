@@ -18,6 +18,7 @@ from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     HeadShape,
+    MapsInput,
     OperandPart,
     OperandResult,
     OutputArguments,
@@ -32,7 +33,7 @@ ROUTER_EPS = 1e-9
 VALUE_SPEC = UpdateSpec(decay="channel", transition="additive", scale=1.0)
 
 
-class SlotKeyPass(OperandPart, ResizesHeads, ABC):
+class SlotKeyPass(OperandPart, ResizesHeads, MapsInput, ABC):
     """The operands of the first pass, K_t = Diag(a_t) K_(t-1) + w_t k_t^T, with a and w computed from W x.
 
     Each slot is a value head with V = 1 whose value is its write strength w, so that the state of the update is K
@@ -49,6 +50,9 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
         self.groups = (query_heads or shape.heads) // shape.heads
         self.proj = nn.Linear(shape.width, shape.heads * slots, bias=False)
 
+    def input_map(self) -> nn.Module:
+        return self.proj
+
     @abstractmethod
     def strengths(
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
@@ -56,7 +60,7 @@ class SlotKeyPass(OperandPart, ResizesHeads, ABC):
         """Return log a and w, [B, T, H M], and the new state. Args: raw: W x, float32 or float64."""
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
-        raw = self.proj(x)
+        raw = context.apply(self.proj, x)
         log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), inputs, state, context)
         if self.groups > 1:
             log_decay, write = (

@@ -16,7 +16,7 @@ from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, Stateful, projection
+from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, MapsInput, OperandPart, Stateful, projection
 from deltazoo.mixers.parts.convolution import ShortConv
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
@@ -116,7 +116,7 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         return f"per={self.per!r}, writes={self.writes}"
 
 
-class SigmoidDecay(OperandPart, Fusible, Stateful):
+class SigmoidDecay(OperandPart, Fusible, Stateful, MapsInput):
     """log_decay = log(f) / temperature with f = sigmoid(W x + b), the decay of GLA.
 
     Args:
@@ -161,10 +161,13 @@ class SigmoidDecay(OperandPart, Fusible, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return None if self.conv is None else self.conv.init_state(batch, like)
 
+    def input_map(self) -> nn.Module:
+        return self.proj
+
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        raw = self.proj(x)
+        raw = context.apply(self.proj, x)
         if self.conv is not None:
             (raw,), state = self.conv(raw, state, context)
         log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype)))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
 from deltazoo.backends.context_parallel.plan import ContextPlan
@@ -15,7 +15,7 @@ from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OperandResult, Stateful
+from deltazoo.mixers.core.part import GateLinear, HeadShape, MapsInput, OperandPart, OperandResult, Stateful
 from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
@@ -26,7 +26,7 @@ SOFT_CAP = 15.0
 INPUT_BIAS, FORGET_BIAS = -10.0, (3.0, 6.0)
 
 
-class ExponentialGate(OperandPart, Stateful):
+class ExponentialGate(OperandPart, Stateful, MapsInput):
     """mLSTM's gates, a_t = sigmoid(f_t) and v_t <- exp(i_t) v_t with i, f = cap(W x + b), in stabilised form.
 
     With m_t = max(m_(t-1) + log a_t, i_t), the state is stored divided by exp(m_t). The stored decay
@@ -54,11 +54,14 @@ class ExponentialGate(OperandPart, Stateful):
         self.proj.bias[: self.heads] = INPUT_BIAS
         self.proj.bias[self.heads :] = torch.linspace(*FORGET_BIAS, self.heads)
 
+    def input_map(self) -> nn.Module:
+        return self.proj
+
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return initial_max(batch, self.heads, like)
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
-        raw = self.proj(x)
+        raw = context.apply(self.proj, x)
         if torch.compiler.is_compiling():
             # Inductor of torch 2.11 would load the bias in the sum over tokens below, and fail for CUDA.
             raw = materialize(raw)

@@ -6,6 +6,7 @@ B batch, T time, D width, HV value heads, V value width
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     Fusible,
     HeadShape,
+    MappedOutputPart,
     OutputArguments,
     OutputPart,
     StatelessOutputPart,
@@ -26,7 +28,7 @@ from deltazoo.mixers.core.part import (
 Activation = Literal["silu", "sigmoid", "gelu", "none"]
 
 
-class OutputGate(StatelessOutputPart, Groupable, Fusible):
+class OutputGate(MappedOutputPart, Groupable, Fusible):
     """o <- o * activation(W x), a gate for each channel of each value head.
 
     Args:
@@ -55,8 +57,11 @@ class OutputGate(StatelessOutputPart, Groupable, Fusible):
             assert isinstance(self.proj, nn.Linear)  # a config gives either a rank or a std
             init_normal(self.proj, self.std)
 
-    def transform(self, o: Tensor, x: Tensor) -> Tensor:
-        return apply_gate(o, self.proj(x).view(o.shape), self.activation)
+    def input_map(self) -> nn.Module:
+        return self.proj
+
+    def transform_by(self, o: Tensor, product: Tensor) -> Tensor:
+        return apply_gate(o, torch.unflatten(product, -1, o.shape[2:]), self.activation)
 
     def forward_grouped(
         self,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.decode_maps import apply_maps, is_step
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import GateLinear, HeadShape, OutputArguments, OutputPart, Stateful
+from deltazoo.mixers.core.part import GateLinear, HeadShape, MapsInput, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.parts.convolution import ShortConv
 
 DECAY_RANGE = (1e-3, 0.1)  # of the initial g
@@ -21,7 +22,7 @@ EXPONENT_RANGE = (1 / 16, 0.9)  # of the initial tau
 GAIN = 2**-2.5  # of the initial weights of the gates
 
 
-class TemperedProjection(nn.Module, Stateful):
+class TemperedProjection(nn.Module, Stateful, MapsInput):
     """u = W x, c = silu(conv(u)), q = W c, k = g^tau W c / |W c|, v = sigmoid(W_2 W_1 u + b) * u, log a = -g tau.
 
     g = softplus(W c + b) and tau = sigmoid(W c + b), [B, T, K], in float32. Returns the intermediate "convolved": c.
@@ -59,19 +60,23 @@ class TemperedProjection(nn.Module, Stateful):
         tau = torch.empty_like(self.to_tau.bias, dtype=torch.float32).uniform_(*EXPONENT_RANGE)
         self.to_tau.bias.copy_(tau.logit())
 
+    def input_map(self) -> nn.Module:
+        return self.to_u
+
     def init_state(self, batch: int, like: Tensor) -> Tensor | None:
         return self.conv.init_state(batch, like)
 
     def forward(
         self, x: Tensor, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None, dict[str, Tensor]]:
-        u = self.to_u(x)
+        u, is_decoding = context.apply(self.to_u, x), is_step(x, state)
         (c,), state = self.conv(u, state, context)
-        g, tau = F.softplus(self.to_g(c)), self.to_tau(c).sigmoid()
-        k = self.to_k(c)
+        maps = {"q": self.to_q, "k": self.to_k, "g": self.to_g, "tau": self.to_tau}
+        mapped = apply_maps(c, maps) if is_decoding else {name: module(c) for name, module in maps.items()}
+        g, tau, k = F.softplus(mapped["g"]), mapped["tau"].sigmoid(), mapped["k"]
         k = F.normalize(k.to(state_dtype(k.dtype)), dim=-1) * g**tau
         v = self.value_gate(u).sigmoid() * u
-        q, k, v = (y.unsqueeze(2) for y in (self.to_q(c), k.to(v.dtype), v))
+        q, k, v = (y.unsqueeze(2) for y in (mapped["q"], k.to(v.dtype), v))
         return UpdateInputs(q, k, v, log_decay=(-g * tau).unsqueeze(2)), state, {"convolved": c}
 
 

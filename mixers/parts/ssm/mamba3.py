@@ -18,6 +18,7 @@ from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     HeadShape,
+    MapsInput,
     OperandPart,
     OperandResult,
     OutputArguments,
@@ -61,7 +62,7 @@ class BiasedNorm(OperandPart):
         return normed, None, {"q_bias": self.q_bias, "k_bias": self.k_bias}
 
 
-class TrapezoidalGates(OperandPart):
+class TrapezoidalGates(OperandPart, MapsInput):
     """The step size dt, the decay log_decay = -dt A, and the share lambda of the present token's write.
 
         dt = softplus(W x + dt_bias),  A = max(f(W_A x), 1e-4),  lambda = sigmoid(W_l x)
@@ -84,8 +85,11 @@ class TrapezoidalGates(OperandPart):
     def reset_parameters(self) -> None:
         init_dt_bias(self.dt_bias)
 
+    def input_map(self) -> nn.Module:
+        return self.proj
+
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
-        raw = self.proj(x)
+        raw = context.apply(self.proj, x)
         raw_dt, raw_rate, raw_share = raw.to(state_dtype(raw.dtype)).chunk(3, -1)
         dt = softplus(raw_dt + self.dt_bias.to(raw_dt.dtype))
         if self.rate == "softplus":
@@ -98,7 +102,7 @@ class TrapezoidalGates(OperandPart):
         return f"rate={self.rate!r}"
 
 
-class AccumulatedRotary(OperandPart, ResizesHeads, Stateful):
+class AccumulatedRotary(OperandPart, ResizesHeads, Stateful, MapsInput):
     """q_t, k_t <- R(theta_t) (q_t + b_h), R(theta_t) (k_t + c_h) for each value head h of the group of q and k.
 
         theta_t = theta_(t-1) + dt_t pi tanh(W x_t)
@@ -129,8 +133,12 @@ class AccumulatedRotary(OperandPart, ResizesHeads, Stateful):
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, self.heads, self.pairs, dtype=state_dtype(like.dtype))
 
+    def input_map(self) -> nn.Module:
+        return self.proj
+
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
-        raw, dt = self.proj(x), context.intermediate("dt")  # padded tokens are 0, and a map without bias keeps them 0
+        raw = context.apply(self.proj, x)  # padded tokens are 0, and a map without bias keeps them 0
+        dt = context.intermediate("dt")
         operands = RotaryOperands(
             inputs.q, inputs.k, context.intermediate("q_bias"), context.intermediate("k_bias"),
             math.pi * torch.tanh(raw.to(dt.dtype)), dt, state, context.cu_seqlens,

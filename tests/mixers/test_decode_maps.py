@@ -1,0 +1,61 @@
+"""The linear maps of a decode step, computed together by a stand-in for the kernel, against those of each part."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_configs import OURS, WIDTH, small
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from deltazoo.backends.ops import gemv
+from deltazoo.mixers import RetNet
+from deltazoo.mixers.parts.projections import QKVProjection
+
+
+@pytest.fixture
+def products(monkeypatch) -> list[int]:
+    """Let rows on a CPU be computed together. Return the number of maps of each product."""
+    counts: list[int] = []
+
+    def joined(x: Tensor, weights: list[Tensor], norm: gemv.Norm | None = None) -> list[Tensor]:
+        assert norm is None
+        counts.append(len(weights))
+        return [*F.linear(x, torch.cat(list(weights))).split([len(weight) for weight in weights], -1)]
+
+    monkeypatch.setattr(gemv, "refusals", lambda x: [])
+    monkeypatch.setattr(gemv, "products", joined)
+    return counts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OURS)
+def test_a_decoded_token_equals_that_of_a_whole_sequence(name, products):
+    torch.manual_seed(0)
+    mixer = small(name).build(WIDTH, backend="reference").double()
+    for parameter in mixer.parameters():  # biases are zero at the start
+        parameter.add_(0.01 * torch.randn_like(parameter))
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    expected = mixer(x)[0]
+    state = tree_map(lambda leaf: leaf.clone(), mixer.init_state(2, 6))
+    state = mixer(x[:, :5], state).state
+    assert not products
+    torch.testing.assert_close(mixer(x[:, 5:], state)[0], expected[:, 5:])
+    if name in ("abc", "mamba3", "mesa", "momentum_deltanet", "retnet", "rodimus", "titans"):
+        assert products[0] > 1
+
+
+@torch.no_grad()
+def test_a_part_that_changes_its_input_computes_its_own_map(products):
+    class Doubled(QKVProjection):
+        def forward(self, x, state, context):
+            return super().forward(2 * x, state, context)
+
+    torch.manual_seed(0)
+    mixer = RetNet(heads=2).build(16, backend="reference")
+    mixer.project.__class__ = Doubled
+    mixer.rebind("reference")
+    x = torch.randn(2, 3, 16)
+    expected = mixer(x)[0]
+    state = mixer(x[:, :2], mixer.init_state(2)).state
+    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+    assert products == [1]
