@@ -24,8 +24,8 @@ class RWKV7Traits(NamedTuple):
     Args:
         D, H, K, V: sizes. BK, BV: K and V, and BD: the channels of the shift's state of a program, as powers of two.
         WHOLE: D rounded up to a power of two. DECAY, RATE, GATE, VALUE: ranks of the maps; VALUE 0: no interpolation.
-        STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. CHANNELS: outputs of a program
-            of rwkv7_low_rank_kernel.
+        STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. FIRST_STRIDE: of first.
+        CHANNELS: outputs of a program of rwkv7_low_rank_kernel.
         EPS: of the output norm. NORM_EPS: of the input's.
     """
 
@@ -42,6 +42,7 @@ class RWKV7Traits(NamedTuple):
     GATE: int
     VALUE: int
     STRIDE: int
+    FIRST_STRIDE: int
     CHANNELS: int
     EPS: float
     NORM_EPS: float
@@ -61,10 +62,15 @@ def low_rank_tile(low, weight, y, b, B, row, SIZE: tl.constexpr, RANK: tl.conste
 ):  # fmt: skip
     """Store the products of rows of weight [SIZE, RANK] with activation(low [B, RANK]) to y [B, SIZE] float32."""
     BLOCK: tl.constexpr = 32
+    in_row = (row < SIZE)[None, :]
+    weights = ()  # every load is issued before the first product
+    for start in tl.static_range(0, RANK, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        at = weight + row[None, :] * RANK + i[:, None]
+        weights = weights + (tl.load(at, mask=in_row & (i < RANK)[:, None], other=0.0),)
     if traits.OVERLAP:
-        prefetch_rows(weight, tl.minimum(row, SIZE - 1), RANK)
         wait_for_previous()
-    sums = tl.zeros([b.shape[0], row.shape[0]], tl.float32)
+    inputs = ()
     for start in tl.static_range(0, RANK, BLOCK):
         i = start + tl.arange(0, BLOCK)
         in_low = (b < B)[:, None] & (i < RANK)[None, :]
@@ -73,22 +79,23 @@ def low_rank_tile(low, weight, y, b, B, row, SIZE: tl.constexpr, RANK: tl.conste
             x = 2.0 * tl.sigmoid(2.0 * x) - 1.0
         if ACTIVATION == "sigmoid":
             x = tl.where(in_low, tl.sigmoid(x), 0.0)
-        w = tl.load(
-            weight + row[None, :] * RANK + i[:, None], mask=(row < SIZE)[None, :] & (i < RANK)[:, None], other=0.0
-        )
-        sums = tl.dot(x.to(w.dtype), w, sums, input_precision="ieee")
-    tl.store(y + b[:, None] * SIZE + row[None, :], sums, mask=(b < B)[:, None] & (row < SIZE)[None, :])
+        inputs = inputs + (x,)
+    sums = tl.zeros([b.shape[0], row.shape[0]], tl.float32)
+    for i in tl.static_range(len(weights)):
+        sums = tl.dot(inputs[i].to(weights[i].dtype), weights[i], sums, input_precision="ieee")
+    tl.store(y + b[:, None] * SIZE + row[None, :], sums, mask=(b < B)[:, None] & in_row)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "early"])
 def rwkv7_low_rank_kernel(
-    low_decay, low_rate, low_gate, low_value, decay, rate, gate, value, y_decay, y_rate, y_gate, y_value, B,
+    low_decay, low_rate, low_gate, low_value, decay, rate, gate, value, y_decay, y_rate, y_gate, y_value, B, early,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Apply the second maps of low rank, each of whose weights is read once for ROWS rows.
 
     Grid: rows / ROWS, CHANNELS outputs, maps. Reads low_* [B, rank] with a row stride, and the weights of
     rwkv7_step_kernel of the same names. Writes y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], float32.
+    early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if it may have written them.
     """
     ROWS: tl.constexpr = 16
     CHANNELS: tl.constexpr = traits.CHANNELS
@@ -97,6 +104,8 @@ def rwkv7_low_rank_kernel(
     MAPS: tl.constexpr = 4 if traits.VALUE > 0 else 3
     if traits.OVERLAP:
         start_next()
+        if early == 0:
+            wait_for_previous()
     map = tl.program_id(0) % MAPS
     rest = tl.program_id(0) // MAPS
     blocks = tl.cdiv(B, ROWS)
@@ -126,7 +135,7 @@ def rwkv7_step_kernel(
 ):  # fmt: skip
     """Decode one token of one head.
 
-    Grid: row, head. Reads x [B, D], input_weight [D]; r, k [B, H K] and v [B, H V] with a row stride, first [B, H V];
+    Grid: row, head. Reads x [B, D], input_weight [D]; r, k [B, H K] and v, first [B, H V] with row strides;
     y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], the products of low rank; decay_bias, rate_bias, xi, alpha,
     u [H K]; value_bias, norm_weight, norm_bias [H V]. Updates states [B, H, K, V] float32 and previous [B, D] in
     place. Writes o [B, H V].
@@ -150,6 +159,9 @@ def rwkv7_step_kernel(
         wait_for_previous()
     at = states + (b * H + h) * K * V + ks[:, None] * V + vs[None, :]
     S = tl.load(at, mask=in_k[:, None] & in_v[None, :], other=0.0)
+    d = tl.arange(0, traits.WHOLE)
+    every = load_channels(x + b * D, d, d < D)
+    factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)  # while the state arrives
     row = b * traits.STRIDE
     raw = load_channels(y_decay + b * (H * K), key, in_k) + load_channels(decay_bias, key, in_k)
     w = tl.exp(-0.6065306597126334 * tl.sigmoid(raw))
@@ -161,7 +173,7 @@ def rwkv7_step_kernel(
     if traits.VALUE > 0:
         share = load_channels(y_value + b * (H * V), column, in_v)
         share = tl.sigmoid(share + load_channels(value_bias, column, in_v))
-        v_h += (load_channels(first + b * (H * V), column, in_v) - v_h) * share
+        v_h += (load_channels(first + b * traits.FIRST_STRIDE, column, in_v) - v_h) * share
     kappa = k_h * load_channels(xi, key, in_k)
     kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k)
@@ -177,9 +189,6 @@ def rwkv7_step_kernel(
     out += tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
     tl.store(o + b * (H * V) + column, (out * g).to(o.dtype.element_ty), mask=in_v)
 
-    d = tl.arange(0, traits.WHOLE)
-    every = load_channels(x + b * D, d, d < D)
-    factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
     SPAN: tl.constexpr = (D + H - 1) // H
     own = h * SPAN + tl.arange(0, traits.BD)
     mask = (own < D) & (tl.arange(0, traits.BD) < SPAN)
