@@ -29,10 +29,20 @@ def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None =
             first[name] = linear
     results: dict[str, Tensor] = {}
     if first and not gemv.refusals(x_B1D):
-        products = gemv.products(x_B1D, [linear.weight for linear in first.values()], norm)
+        second = {name: maps[name][1] for name, linear in first.items() if maps[name] is not linear}  # type: ignore[index]
+        joint = {
+            name: linear.weight
+            for name, linear in second.items()
+            if reads_weight(linear, x_B1D) and reads_weight(first[name], x_B1D)
+        }
+        weights = [linear.weight for linear in first.values()]
+        products = gemv.products(x_B1D, weights, norm, [joint.get(name) for name in first])
         for (name, linear), product in zip(first.items(), products, strict=True):
-            y, module = _with_bias(product, linear), maps[name]
-            results[name] = y if module is linear else apply_map(y, module[1])  # type: ignore[index]
+            if name in joint:
+                results[name] = product
+            else:
+                y = _with_bias(product, linear)
+                results[name] = apply_map(y, second[name]) if name in second else y
     if len(results) < len(maps):
         normed_B1D = x_B1D if norm is None else rms_norm(x_B1D, norm.weight, norm.eps)
         for name, module in maps.items():

@@ -453,7 +453,8 @@ def _language() -> types.ModuleType:
         cdiv=lambda x, y: -(-x // y),
         # facts for the compiler, which change no value
         max_contiguous=lambda x, values: x, multiple_of=lambda x, values: x,
-        exp2=_unary(torch.exp2), log2=_unary(torch.log2), abs=_unary(torch.abs),
+        exp2=_unary(torch.exp2), sigmoid=_unary(torch.sigmoid), rsqrt=_unary(torch.rsqrt), log2=_unary(torch.log2),
+        abs=_unary(torch.abs),
         maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),
         sum=lambda x, axis: Array(x.x.sum(axis)), max=lambda x, axis: Array(x.x.amax(axis)),
         reshape=lambda x, shape: Array(x.x.reshape(shape)), permute=lambda x, order: Array(x.x.permute(order)),
@@ -506,6 +507,8 @@ def _modules():
     return {
         "triton": module("triton", jit=_jit, language=gl),
         "triton.language": gl,
+        "triton.language.extra": module("extra"),
+        "triton.language.extra.cuda": module("cuda", gdc_launch_dependents=lambda: None, gdc_wait=lambda: None),
         "triton.experimental": module("experimental", gluon=gluon),
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": gl,
@@ -576,14 +579,15 @@ PACKAGE = "deltazoo.backends.triton.chunk.kernels"
 
 
 DEVICE = "deltazoo.backends.triton.device"
+GEMV = "deltazoo.backends.triton.gemv.kernels"
 
 
 @functools.cache
-def kernels(*names: str) -> dict[str, types.ModuleType]:
+def kernels(*names: str, package: str = PACKAGE) -> dict[str, types.ModuleType]:
     """Import the kernel modules of these names on the stand-ins; sys.modules and the packages are restored."""
-    packages = [importlib.import_module(name) for name in (PACKAGE, DEVICE)]
+    packages = [importlib.import_module(name) for name in (PACKAGE, DEVICE, GEMV)]
     attributes = [dict(vars(package)) for package in packages]
-    reloaded = (f"{PACKAGE}.", f"{DEVICE}.")
+    reloaded = (f"{PACKAGE}.", f"{DEVICE}.", f"{GEMV}.")
     saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(reloaded)}
     stand_ins = _modules()
     saved |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}
@@ -591,7 +595,7 @@ def kernels(*names: str) -> dict[str, types.ModuleType]:
     stand_ins[f"{PACKAGE}.sm90.ptx"].__dict__.update(PTX)
     sys.modules.update(stand_ins)
     try:
-        return {f"{PACKAGE}.{name}": importlib.import_module(f"{PACKAGE}.{name}") for name in names}
+        return {f"{package}.{name}": importlib.import_module(f"{package}.{name}") for name in names}
     finally:
         for name in [n for n in sys.modules if n.startswith(reloaded) or n in stand_ins]:
             del sys.modules[name]
@@ -647,8 +651,8 @@ def _pointer(x):
 def _memory(tensors):
     for x in tensors:
         if x is not None and x.numel():
-            assert x.is_contiguous()
-            MEMORY[x.data_ptr()] = x.detach().view(-1).view(torch.uint8)
+            span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            MEMORY[x.data_ptr()] = x.detach().as_strided((span,), (1,)).view(torch.uint8)
     try:
         yield
     finally:

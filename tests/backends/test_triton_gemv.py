@@ -12,6 +12,7 @@ from compiling import Compiler
 from torch import Tensor
 from triton_cases import DEVICE, INTERPRETED, needs_triton
 
+from deltazoo import watch
 from deltazoo.backends.ops import gemv as module
 from deltazoo.backends.ops.gemv import Norm, Shift, add_product, hidden, products, refusals, shifted_products
 from deltazoo.backends.ops.rms_norm import rms_norm
@@ -90,6 +91,21 @@ def test_products_of_shifted_inputs(M, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize(("M", "dtype"), [(1, torch.float32), (5, torch.float16)])
+def test_second_maps_read_the_products_of_the_first(M, dtype):
+    x = draw(M, 1, 40, dtype=dtype)
+    first = [draw(n, 40, dtype=dtype, seed=n) * 0.2 for n in (7, 24, 16, 24, 3, 5, 16, 24, 16)]
+    second = [None if i in (0, 4, 5) else draw(30 + i, len(w), dtype=dtype, seed=i) for i, w in enumerate(first)]
+    with watch() as record:
+        results = products(x, first, None, second)
+    # two launches of first maps; in the first ranks 24 and 16, in the second 16
+    assert len([run for run in record.runs if run.name in ("gemv_kernel", "few_rows_kernel")]) == 5
+    for y, w, up in zip(results, first, second, strict=True):
+        low = x.double() @ w.double().T
+        assert_near(y, low if up is None else low.to(dtype).double() @ up.double().T)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_residual_is_added_before_the_result_is_rounded(dtype):
     x, weight, residual = draw(3, 1, 20, dtype=dtype), draw(11, 20, dtype=dtype), draw(3, 1, 11, dtype=dtype, seed=3)
@@ -140,9 +156,9 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
     products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm)
     hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
     add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
-    expected = "gemv_kernel" if M <= op.MAX_ROWS else "few_rows_kernel"
+    expected = "gemv_kernel" if M <= op.MAX_ROWS else "few_rows_sm90_kernel"
     kernels = [kernel for name, kernel in compiler.compiled if name == expected]
-    assert len(kernels) == (3 if M <= op.MAX_ROWS else 1)  # torch computes the other products of more rows
+    assert len(kernels) == 3
     for kernel in kernels:
         ptx = kernel.asm["ptx"]
         has_one_layout = importlib.metadata.version("triton") < "3.7"  # see docs/compiler-bugs.md
@@ -150,7 +166,9 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
         assert spilled <= (0 if has_one_layout or M != 2 else 1)
         if M > op.MAX_ROWS:
             copies = [line for line in ptx.splitlines() if "cp.async.cg.shared.global" in line]
-            assert copies and all("0x10" in line for line in copies) and "prefetch.global.L2" in ptx
+            before, after = ptx.split("griddepcontrol.wait", 2)[1:]
+            assert copies and all("0x10" in line for line in copies) and "wgmma" in after
+            assert "cp.async.cg" in before  # copies of weights before the wait, of x after it
         else:  # weights are read before the wait, x after it
             before, after = ptx.split("griddepcontrol.wait", 2)[1:]
             assert re.search(r"ld\.global\S*v4\.b32", before) and "ld.global" in after
@@ -181,3 +199,19 @@ def test_other_calls_take_plain_torch(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             assert refusals(x) == ["it needs a call without gradients and autocast."]
     assert refusals(x) == ["it needs a call without gradients and autocast."]
+
+
+@needs_triton
+@pytest.mark.parametrize(("gated", "splits"), [(False, 3), (True, 2)])
+def test_sums_over_splits_of_the_inputs_are_added(gated, splits, monkeypatch):
+    monkeypatch.setattr(op, "_LEAST_SPAN", 128 if gated else 100)
+    monkeypatch.setattr(op, "device_spec", lambda _: DeviceSpec("NVIDIA A100", "cuda", (8, 0), 108, 166912))
+    x, weight = draw(5, 300, dtype=torch.float16), draw(70, 300, dtype=torch.float16, seed=1)
+    residual = draw(5, 35 if gated else 70, dtype=torch.float16, seed=2)
+    with watch() as record:
+        y = op.gemv(x, None, 0.0, [weight], residual, "silu", gated, None, None, [])
+    assert [run.name for run in record.runs][-2:] == ["few_rows_kernel", "finish_rows_kernel"]
+    assert record.runs[-2].programs == 2 * splits
+    exact = x.double() @ weight.double().T
+    gate, up = exact.chunk(2, -1) if gated else (exact, 1.0)
+    assert_near(y, residual.double() + F.silu(gate) * up)

@@ -4,6 +4,7 @@ M rows, D inputs, N outputs
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
@@ -18,16 +20,19 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 # Most rows for `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to 2 x 5888 channels take 24,
-# 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_kernel` computes up to `MAX_DOT_ROWS` rows in 16 bits.
+# 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_sm90_kernel` and `few_rows_kernel` compute up to `MAX_DOT_ROWS`
+# rows in 16 bits.
 MAX_ROWS = 2
 MAX_DOT_ROWS = 64
 MAX_MAPS = 8
 MAX_WIDTH = 16384
 _VECTOR = 16  # bytes that a thread reads at once
-LINE_BYTES = 128  # of the L2 cache
 _WARP = 32
 _TILE_BYTES = 24576
 _MAX_STEPS = 16  # the kernel unrolls the loop over D
+_RESERVED = 2048  # bytes of shared memory of a program beside its blocks
+_LEAST_SPAN = 512  # inputs of a program: the sums of splits are written and read again
+_FINISHED = 512  # outputs of a program of `finish_rows_kernel`
 
 
 class GemvLaunch(NamedTuple):
@@ -46,21 +51,22 @@ class GemvLaunch(NamedTuple):
 
 
 class DotLaunch(NamedTuple):
-    """Launch parameters of `few_rows_kernel`.
+    """Launch parameters of `few_rows_sm90_kernel` and `few_rows_kernel`.
 
-    32 rows on an H200, microseconds for 2400 to 10,818 outputs of four maps after a norm, and for 2400 to 2 x 5888
-    gated ones: 27, 29 with the defaults; 55, 69 with rows=32, block=128, stages=4; 70, 57 with rows=16, block=256,
-    stages=4.
+    A captured step with 32 rows on an H200, microseconds for gated-deltanet-1.3b, kda, rwkv7 and mamba2: 2000, 1630,
+    1480 and 3080 with the defaults; 2113, 1778, 1613 and 3256 by `few_rows_kernel` instead; 2073, 1657, 1503 and 3170
+    with share=3 and twice as many splits; 2122 for the first model with 128 rows of 64 inputs and 8 warps.
 
-    Args: rows: outputs of a program. block: inputs that it loads at a time. stages: blocks in flight. ahead: inputs
-        that it prefetches.
+    Args:
+        rows: rows of the weights of a program. block: inputs that it loads at a time. stages: most blocks in flight.
+        share: programs that must fit the shared memory of an SM.
     """
 
     rows: int = 64
-    block: int = 64
+    block: int = 128
     warps: int = 4
-    stages: int = 5
-    ahead: int = 512
+    stages: int = 8
+    share: int = 2
 
 
 class Around(NamedTuple):
@@ -68,8 +74,9 @@ class Around(NamedTuple):
 
     Args:
         norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.
-        previous, mix, mixed: of a token shift, which needs a norm: the normed inputs before [M, D], shares [.., D], and
-            for each map the row of its shares.
+        previous, mix: of a token shift, which needs a norm: the normed inputs before [M, D] and shares [.., D].
+        places: for each map the row of its shares, or without a token shift the first of the columns of x that it
+            reads; empty: 0.
     """
 
     norm_weight: Tensor | None = None
@@ -79,14 +86,14 @@ class Around(NamedTuple):
     gated: bool = False
     previous: Tensor | None = None
     mix: Tensor | None = None
-    mixed: Sequence[int] = ()
+    places: Sequence[int] = ()
 
 
-def launch_of(x: Tensor, gated: bool) -> GemvLaunch | DotLaunch:
-    """Return the launch for the rows x [M, D]: tiles of `_TILE_BYTES` of weights."""
-    if x.shape[0] > MAX_ROWS and x.dtype != torch.float32:
+def launch_of(M: int, weight: Tensor, gated: bool) -> GemvLaunch | DotLaunch:
+    """Return the launch for M rows and a weight [N, D]: tiles of `_TILE_BYTES` of weights."""
+    if M > MAX_ROWS and weight.dtype != torch.float32:
         return DotLaunch()
-    rows = _TILE_BYTES // (x.shape[1] * x.dtype.itemsize * (2 if gated else 1))
+    rows = _TILE_BYTES // (weight.shape[1] * weight.dtype.itemsize * (2 if gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))
 
 
@@ -94,7 +101,7 @@ def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
     y = _fake(x, norm_weight, eps, weights, *around)
     with torch.cuda.device_of(x):
         surroundings = Around(norm_weight, eps, *around)
-        launch_gemv(x, weights, surroundings, y, launch_of(x, surroundings.gated))
+        launch_gemv(x, weights, surroundings, y, launch_of(x.shape[0], weights[0], surroundings.gated))
     return y
 
 
@@ -102,47 +109,110 @@ def launch_gemv(
     x: Tensor, weights: Sequence[Tensor], around: Around, y: Tensor, launch: GemvLaunch | DotLaunch
 ) -> None:
     """Write the products to y."""
-    from deltazoo.backends.triton.gemv.kernels.few_rows import FewRowsTraits, few_rows_kernel
-    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, Weights, gemv_kernel
-    from deltazoo.backends.triton.runtime.launcher import launcher
+    from deltazoo.backends.triton.gemv.kernels.gemv import Weights
 
-    (M, D), size = x.shape, x.dtype.itemsize
+    M, D = x.shape[0], weights[0].shape[1]
     if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
     device = device_spec(device_of(x).index)
-    overlap, tiles = architecture(device) == "sm90", [cdiv(n, launch.rows) for n in outputs]
-    norm_weight, residual = around.norm_weight, around.residual
     shared: dict[str, Any] = {
         "M": M, "D": D, "MAPS": len(outputs), "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
-        "TILES": (0, *itertools.accumulate(tiles)), "ROWS": launch.rows, "X_STRIDE": x.stride(0),
-        "NORM": norm_weight is not None, "EPS": around.eps, "ACTIVATION": around.activation, "GATED": around.gated,
-        "RESIDUAL": residual is not None, "SHIFT": around.previous is not None,
-        "MIX": (*around.mixed,) or (0,) * len(outputs), "OVERLAP": overlap,
+        "ACTIVATION": around.activation, "GATED": around.gated, "OVERLAP": architecture(device) == "sm90",
     }  # fmt: skip
     tensors = {
-        "x": x, "norm_weight": None if norm_weight is None else ready(norm_weight),
-        "residual": None if residual is None else residual.contiguous(), "y": y,
+        "x": x, "norm_weight": None if around.norm_weight is None else ready(around.norm_weight),
+        "residual": None if around.residual is None else around.residual.contiguous(), "y": y,
         "previous": None if around.previous is None else ready(around.previous),
         "mix": None if around.mix is None else ready(around.mix),
         "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
     if isinstance(launch, DotLaunch):
-        ahead = min(launch.ahead, power_of_two(D)) * size // LINE_BYTES
-        columns = max(16, power_of_two(M))
-        buffer = (2 * launch.rows + 2 * columns) * launch.block * size  # with a gate and a token shift
-        stages = max(1, min(launch.stages, device.shared_memory // buffer))
-        dots = FewRowsTraits(COLUMNS=columns, BLOCK=launch.block, STAGES=stages, LINES=ahead, **shared)
-        options = Options(launch.warps, launch.stages, overlap=overlap)
-        launcher(few_rows_kernel, tensors, {"traits": dots}, options)(sum(tiles), {})
-        return
-    unit = _VECTOR // size
-    block = min(launch.block // size, max(_WARP * unit, power_of_two(D)))
+        _launch_dots(tensors, around, shared, device, launch)
+    else:
+        _launch_gemv(tensors, around, shared, launch)
+
+
+def _launch_gemv(tensors: dict[str, Any], around: Around, shared: dict[str, Any], launch: GemvLaunch) -> None:
+    from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, gemv_kernel
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    x, D, overlap = tensors["x"], shared["D"], shared["OVERLAP"]
+    unit = _VECTOR // x.dtype.itemsize
+    block = min(launch.block // x.dtype.itemsize, max(_WARP * unit, power_of_two(D)))
     block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
-    traits = GemvTraits(BLOCK=block, UNIT=unit, STEPS=cdiv(D, block), **shared)
+    tiles = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in shared["N"]))
+    traits = GemvTraits(
+        TILES=tiles, ROWS=launch.rows, BLOCK=block, UNIT=unit, STEPS=cdiv(D, block), X_STRIDE=x.stride(0),
+        NORM=around.norm_weight is not None, EPS=around.eps, RESIDUAL=around.residual is not None,
+        SHIFT=around.previous is not None, PLACE=(*around.places,) or (0,) * shared["MAPS"], **shared,
+    )  # fmt: skip
     early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
-    options = Options(launch.warps, overlap=overlap)
-    launcher(gemv_kernel, tensors, {"traits": traits}, options)(sum(tiles), {"early": early})
+    run = launcher(gemv_kernel, tensors, {"traits": traits}, Options(launch.warps, overlap=overlap))
+    run(tiles[-1], {"early": early})
+
+
+def _launch_dots(
+    tensors: dict[str, Any], around: Around, shared: dict[str, Any], device: DeviceSpec, launch: DotLaunch
+) -> None:
+    from deltazoo.backends.triton.gemv.kernels.few_rows import (
+        FewRowsTraits,
+        RowsTraits,
+        few_rows_kernel,
+        finish_rows_kernel,
+        normalize_rows_kernel,
+    )
+    from deltazoo.backends.triton.gemv.kernels.few_rows_sm90 import few_rows_sm90_kernel
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    x, y, M, D, overlap = tensors["x"], tensors["y"], shared["M"], shared["D"], shared["OVERLAP"]
+    places = (*around.places,) or (0,) * shared["MAPS"]
+    if around.norm_weight is not None:
+        inputs = 0 if around.mix is None else around.mix.shape[0]
+        traits = RowsTraits(M, D, power_of_two(D), overlap, STRIDE=x.stride(0), EPS=around.eps, INPUTS=inputs)
+        tensors["normed"] = x.new_empty(max(1, inputs), M, D)
+        warps = max(4, min(16, traits.BLOCK // 1024))
+        run = launcher(normalize_rows_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
+        run(M * max(1, inputs), {})
+        x = tensors["x"] = tensors["normed"]
+        places = tuple(M * D * place for place in places)
+    outputs = launch.rows // (2 if around.gated else 1)
+    tiles = (0, *itertools.accumulate(cdiv(n, outputs) for n in shared["N"]))
+    span = span_of(tiles[-1], D, device.processors, launch.block)
+    splits = cdiv(D, span)
+    columns, size = max(16, power_of_two(M)), x.dtype.itemsize
+    room = device.shared_memory // launch.share - _RESERVED
+    fitting = room // ((launch.rows + columns) * launch.block * size)
+    stages = max(2, min(launch.stages, cdiv(span, launch.block), fitting))
+    dots = FewRowsTraits(
+        TILES=tiles, ROWS=launch.rows, COLUMNS=columns, BLOCK=launch.block, STAGES=stages, SPLITS=splits, SPAN=span,
+        X_STRIDE=x.stride(-2), PLACE=places, UNIT=math.gcd(_VECTOR, *(size * place for place in places)),
+        RESIDUAL=around.residual is not None and splits == 1, **shared,
+    )  # fmt: skip
+    if splits > 1:
+        width = sum(weight.shape[0] for weight in tensors["weights"] if weight is not None)
+        tensors["y"] = tensors["sums"] = y.new_empty(splits, M, width, dtype=torch.float32)
+    options = Options(launch.warps, launch.stages, overlap=overlap)
+    vectors = all(n * size % _VECTOR == 0 for n in (D, x.stride(-2), *places))
+    kernel = few_rows_sm90_kernel if overlap and vectors else few_rows_kernel
+    early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
+    launcher(kernel, tensors, {"traits": dots}, options)(tiles[-1] * splits, {"early": early})
+    if splits > 1:
+        tensors["y"] = y
+        total = shared["FIRST"][-1]
+        block = min(_FINISHED, power_of_two(total))
+        traits = RowsTraits(
+            M, total, block, overlap, SPLITS=splits, ACTIVATION=around.activation, GATED=around.gated,
+            RESIDUAL=around.residual is not None,
+        )  # fmt: skip
+        run = launcher(finish_rows_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
+        run(M * cdiv(total, block), {})
+
+
+def span_of(tiles: int, D: int, processors: int, block: int) -> int:
+    """Return the inputs of a program, a multiple of the block: all, or fewer if so many tiles leave SMs idle."""
+    splits = max(1, min(cdiv(processors, tiles), D // _LEAST_SPAN)) if 2 * tiles <= processors else 1
+    return cdiv(cdiv(D, splits), block) * block
 
 
 def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *around: Any) -> Tensor:
@@ -152,7 +222,7 @@ def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
 
 gemv = operator(
     "triton_gemv(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor? residual, str activation,"
-    " bool gated, Tensor? previous, Tensor? mix, int[] mixed) -> Tensor",
+    " bool gated, Tensor? previous, Tensor? mix, int[] places) -> Tensor",
     _gemv,
     compiled_ahead(_gemv, _fake),
     any_layout=True,

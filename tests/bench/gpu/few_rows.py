@@ -1,8 +1,9 @@
 """Time launches of the products of few rows: python few_rows.py [compile] [M]...
 
 bf16, the maps of a layer of gated-deltanet-1.3b. Prints microseconds and TB/s of weights for each launch of
-`few_rows_kernel`, for torch's product alone (without what surrounds it), and of a copy. Each captured graph passes over
-several copies of the weights, so that they come from memory. compile: only compile. Needs a CUDA device.
+`few_rows_sm90_kernel` with its norm or sum, for torch's product alone (without what surrounds it), and of a copy. Each
+captured graph passes over several copies of the weights, so that they come from memory. compile: only compile. Needs a
+CUDA device.
 """
 
 import itertools
@@ -23,12 +24,11 @@ SHAPES = {  # outputs of each map, inputs, norm, gated, residual
     "head": ((32000,), D, False, False, False),
 }
 LAUNCHES = [
-    op.DotLaunch(rows, block, warps, stages, ahead)
-    for rows, block, warps, stages, ahead in (
-        (16, 128, 4, 5, 512), (16, 256, 4, 4, 512), (16, 256, 4, 4, 0), (32, 128, 4, 4, 512), (32, 256, 4, 3, 512),
-        (32, 128, 8, 4, 512), (64, 128, 4, 3, 512), (64, 64, 4, 5, 512), (32, 128, 4, 4, 8192),
-    )
-]  # fmt: skip
+    op.DotLaunch(),
+    op.DotLaunch(block=64),
+    op.DotLaunch(share=3),
+    op.DotLaunch(share=1),
+]
 BYTES = 3 * 10**8  # of the copies of the weights
 
 

@@ -1,7 +1,12 @@
-"""Products of up to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that gemv.py lists.
+"""Products of 3 to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that gemv.py lists.
 
-A program computes ROWS outputs of all rows of x, and passes over D once; sums are in float32. The norm's weights are
-applied to x before it is rounded to its dtype again, and the norm's factor to the sums.
+    normalize_rows_kernel   the norm and the token shift, so that x is a plain operand
+    few_rows_kernel         products; a program computes ROWS rows of the weights times all rows of x; on sm_90, with
+                            rows of a multiple of 16 bytes, few_rows_sm90_kernel (few_rows_sm90.py)
+    finish_rows_kernel      the sum over splits of D, where there are any, and what follows the product
+
+Maps of few outputs are split over D: otherwise their programs are too few to read memory at full speed. Sums are in
+float32, in an order that does not depend on M.
 
 M rows, D inputs, N outputs
 """
@@ -11,18 +16,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels.gemv import activate, locate_map, locate_mix
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.gemv.kernels.gemv import activate, locate_map
 
 
 class FewRowsTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. MAPS, N, FIRST, TILES: as in `GemvTraits`. ROWS: outputs of a program.
-        COLUMNS: M rounded up to a power of two. BLOCK: inputs that a program reads at a time. STAGES: blocks in flight.
-        LINES: cache lines of a row of the weights that are requested before the kernel's operands are ready.
-        X_STRIDE: elements from row to row of x. SHIFT, MIX, OVERLAP: as in `GemvTraits`.
+        M, D: rows and width of x. MAPS, N, FIRST: as in `GemvTraits`. TILES: tiles of the maps before each, and of all.
+        ROWS: rows of the weights of a program; with a gate, half of them are gates. COLUMNS: M as a power of two.
+        BLOCK: inputs that a program reads at a time. STAGES: blocks in flight. SPLITS: programs of a tile; with more
+            than one, y is their sums. SPAN: inputs of a program, a multiple of BLOCK.
+        X_STRIDE: elements from row to row of x. PLACE: the first number of x that each map reads, a multiple of UNIT
+            bytes. OVERLAP: see device/overlap.py.
     """
 
     M: int
@@ -35,94 +42,161 @@ class FewRowsTraits(NamedTuple):
     COLUMNS: int
     BLOCK: int
     STAGES: int
-    LINES: int
+    SPLITS: int
+    SPAN: int
     X_STRIDE: int
-    NORM: bool
-    EPS: float
+    PLACE: tuple[int, ...]
+    UNIT: int
     ACTIVATION: str
     GATED: bool
     RESIDUAL: bool
-    SHIFT: bool
-    MIX: tuple[int, ...]
     OVERLAP: bool
 
 
 @triton.jit
-def prefetch_rows(w, row, size, traits: tl.constexpr):
-    """Prefetch the first cache lines of the weights of ROWS outputs into the L2 cache."""
-    d = tl.minimum(tl.arange(0, traits.LINES) * (LINE // 2), traits.D - 1)
-    prefetch_line(w + tl.minimum(row, size - 1).to(tl.int64)[:, None] * traits.D + d[None, :])
+def few_rows_kernel(x, residual, weights, y, traits: tl.constexpr):
+    """Compute ROWS rows of the product of one map for all rows of x, or their sums over a part of D.
 
-
-@triton.jit
-def few_rows_kernel(x, norm_weight, residual, previous, mix, weights, y, traits: tl.constexpr):
-    """Compute ROWS outputs of one map for all rows.
-
-    Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
-    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps].
+    Grid: tiles of ROWS rows of the weights of all maps, SPLITS. Reads x [M, D] of each map, residual [M, N], w [N, D],
+    with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps], or with SPLITS > 1 the sums
+    [SPLITS, M, rows of all weights] in float32.
     """
     M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
     BLOCK: tl.constexpr = traits.BLOCK
     COLUMNS: tl.constexpr = traits.COLUMNS
+    SPLITS: tl.constexpr = traits.SPLITS
     ACTIVATION: tl.constexpr = traits.ACTIVATION  # Triton 3.6 cannot pass a str field of a constexpr tuple
     N0: tl.constexpr = traits.N[0]
     MAPS: tl.constexpr = traits.MAPS
     TOTAL: tl.constexpr = traits.FIRST[MAPS]
+    UNIT: tl.constexpr = traits.UNIT
+    OUTPUTS: tl.constexpr = ROWS // 2 if traits.GATED else ROWS
     if traits.OVERLAP:
         start_next()
-    w, row, size, first = locate_map(tl.program_id(0), weights, traits)
+    tile = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    w, number, size, first, place = locate_map(tile, weights, traits)
+    i = tl.arange(0, ROWS)
+    output = number * OUTPUTS + i % OUTPUTS
+    row = output + i // OUTPUTS * N0 if traits.GATED else output
+    in_n = output < size
+    start = split * traits.SPAN
+    at_row = row.to(tl.int64)[:, None] * D
     if traits.OVERLAP:
-        if traits.LINES > 0:
-            prefetch_rows(w, row, size, traits)
-            if traits.GATED:
-                prefetch_rows(w + N0 * D, row, size, traits)
         wait_for_previous()
     ms = tl.arange(0, COLUMNS)
     in_m = ms < M
-    in_n = row < size
-    at_row = row.to(tl.int64)[:, None] * D
+    x = tl.multiple_of(x + place, UNIT)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    ups = tl.zeros([ROWS, COLUMNS], tl.float32)
-    shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
-    squares = tl.zeros([COLUMNS], tl.float32)
-    shares = locate_mix(tl.program_id(0), mix, traits) if traits.SHIFT else mix
-    for start in tl.range(0, D, BLOCK, num_stages=traits.STAGES):
-        d = start + tl.arange(0, BLOCK)
+    for d_0 in tl.range(0, traits.SPAN, BLOCK, num_stages=traits.STAGES):
+        d = start + d_0 + tl.arange(0, BLOCK)
         in_d = d < D
-        mask = in_n[:, None] & in_d[None, :]
-        weight = tl.load(w + at_row + d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        weight = tl.load(
+            w + at_row + d[None, :], mask=in_n[:, None] & in_d[None, :], other=0.0, eviction_policy="evict_first"
+        )
         inputs = tl.load(x + ms[:, None] * traits.X_STRIDE + d[None, :], mask=in_m[:, None] & in_d[None, :], other=0.0)
-        if traits.NORM:
-            wide = inputs.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            scale = tl.load(norm_weight + d, mask=in_d, other=0.0).to(tl.float32)
-            wide *= scale[None, :]
-            if traits.SHIFT:
-                share = tl.load(shares + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-                before = tl.load(previous + ms[:, None] * D + d[None, :], mask=in_m[:, None] & in_d[None, :], other=0.0)
-                wide *= 1.0 - share
-                shifted = (before.to(tl.float32) * share).to(inputs.dtype)
-                shifts = tl.dot(weight, tl.trans(shifted), shifts)
-            inputs = wide.to(inputs.dtype)
         sums = tl.dot(weight, tl.trans(inputs), sums)
-        if traits.GATED:
-            weight_up = tl.load(w + N0 * D + at_row + d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            ups = tl.dot(weight_up, tl.trans(inputs), ups)
 
-    if traits.NORM:
-        factor = tl.rsqrt(squares / D + traits.EPS)
-        sums *= factor[None, :]
-        ups *= factor[None, :]
-    if traits.SHIFT:
-        sums += shifts
-    if ACTIVATION != "":
-        sums = activate(sums, ACTIVATION)
+    if SPLITS > 1:
+        LONG: tl.constexpr = TOTAL * (ROWS // OUTPUTS)
+        at = (split * M + ms)[None, :].to(tl.int64) * LONG + first + row[:, None]
+        tl.store(y + at, sums, mask=in_n[:, None] & in_m[None, :])
+    else:
+        if traits.GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, COLUMNS]), [1, 2, 0]))
+            sums = activate(gate, ACTIVATION) * up
+            output = number * OUTPUTS + tl.arange(0, OUTPUTS)
+        else:
+            sums = activate(sums, ACTIVATION)
+        at = ms[None, :].to(tl.int64) * TOTAL + first + output[:, None]
+        mask = (output < size)[:, None] & in_m[None, :]
+        if traits.RESIDUAL:
+            sums += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
+
+
+class RowsTraits(NamedTuple):
+    """Compile-time properties of the kernels before and after a product.
+
+    Args:
+        M, D: rows of x or y, and their width. BLOCK: columns of a program: a power of two; of `normalize_rows_kernel`
+            all. STRIDE: elements from row to row of x. EPS: of the norm. INPUTS: matrices with different token shifts;
+            0: no shift.
+        SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL: as of the product.
+    """
+
+    M: int
+    D: int
+    BLOCK: int
+    OVERLAP: bool
+    STRIDE: int = 0
+    EPS: float = 0.0
+    INPUTS: int = 0
+    SPLITS: int = 0
+    ACTIVATION: str = ""
+    GATED: bool = False
+    RESIDUAL: bool = False
+
+
+@triton.jit
+def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.constexpr):
+    """Normalize a row of x, and with INPUTS shift it.
+
+    Grid: rows, INPUTS or 1. Reads x, previous [M, D], norm_weight [D], mix [INPUTS, D]. Writes normed [M, D] or
+    [INPUTS, M, D].
+    """
+    M: tl.constexpr = traits.M
+    D: tl.constexpr = traits.D
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
+    m = tl.program_id(0) % M
+    input = tl.program_id(0) // M
+    d = tl.arange(0, traits.BLOCK)
+    in_d = d < D
+    row = tl.load(x + m * traits.STRIDE + d, mask=in_d, other=0.0).to(tl.float32)
+    scale = tl.load(norm_weight + d, mask=in_d, other=0.0).to(tl.float32)
+    if traits.INPUTS > 0:
+        share = tl.load(mix + input * D + d, mask=in_d, other=0.0).to(tl.float32)
+        before = tl.load(previous + m * D + d, mask=in_d, other=0.0).to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row, 0) / D + traits.EPS) * scale
+    if traits.INPUTS > 0:
+        row += (before - row) * share
+    tl.store(normed + (input * M + m) * D + d, row.to(normed.dtype.element_ty), mask=in_d)
+
+
+@triton.jit
+def finish_rows_kernel(sums, residual, y, traits: tl.constexpr):
+    """Add the sums of all splits, and compute what follows the product.
+
+    Grid: rows, blocks of BLOCK outputs. Reads sums [SPLITS, M, D], or with GATED [SPLITS, M, 2 D], residual [M, D].
+    Writes y [M, D].
+    """
+    M: tl.constexpr = traits.M
+    D: tl.constexpr = traits.D
+    BLOCK: tl.constexpr = traits.BLOCK
+    SPLITS: tl.constexpr = traits.SPLITS
+    WIDTH: tl.constexpr = 2 * D if traits.GATED else D
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    ACTIVATION: tl.constexpr = traits.ACTIVATION
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
+    m = tl.program_id(0) // BLOCKS
+    d = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    in_d = d < D
+    out = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = sums + (split * M + m) * WIDTH + d
+        out += tl.load(at, mask=in_d, other=0.0)
+        if traits.GATED:
+            up += tl.load(at + D, mask=in_d, other=0.0)
+    out = activate(out, ACTIVATION)
     if traits.GATED:
-        sums *= ups
-    at = ms[None, :].to(tl.int64) * TOTAL + first + row[:, None]
-    mask = in_n[:, None] & in_m[None, :]
+        out *= up
     if traits.RESIDUAL:
-        sums += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
+        out += tl.load(residual + m * D + d, mask=in_d, other=0.0).to(tl.float32)
+    tl.store(y + m * D + d, out.to(y.dtype.element_ty), mask=in_d)

@@ -42,7 +42,8 @@ class GemvTraits(NamedTuple):
         M, D: rows and width of x. MAPS: their number. N: outputs of each. FIRST, TILES: outputs, and tiles of ROWS
             outputs, of the maps before each, and of all. ROWS: outputs of a program.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
-        X_STRIDE: elements from row to row of x. SHIFT: with it, MIX is the row of mix of each map.
+        X_STRIDE: elements from row to row of x. PLACE: with SHIFT the row of mix of each map, else its first
+            column of x.
         OVERLAP: see device/overlap.py.
     """
 
@@ -63,7 +64,7 @@ class GemvTraits(NamedTuple):
     GATED: bool
     RESIDUAL: bool
     SHIFT: bool
-    MIX: tuple[int, ...]
+    PLACE: tuple[int, ...]
     OVERLAP: bool
 
 
@@ -105,30 +106,21 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def locate_map(tile, weights, traits: tl.constexpr):
-    """Return the weights of a tile's map, its ROWS outputs, their number in the map, and the map's column of y."""
+    """Return the weights of a tile's map, the tile's number in it, its outputs, its column of y, and its PLACE."""
     MAPS: tl.constexpr = traits.MAPS
     w = weights[0]
     size = tile * 0 + traits.N[0]
     first = tile * 0
     before = tile * 0
+    place = tile * 0 + traits.PLACE[0]
     for i in tl.static_range(1, MAPS):
         is_after = tile >= traits.TILES[i]
         w = tl.where(is_after, weights[i], w)
         size = tl.where(is_after, traits.N[i], size)
         first = tl.where(is_after, traits.FIRST[i], first)
         before = tl.where(is_after, traits.TILES[i], before)
-    row = (tile - before) * traits.ROWS + tl.arange(0, traits.ROWS)
-    return tl.multiple_of(w, 16), row, size, first
-
-
-@triton.jit
-def locate_mix(tile, mix, traits: tl.constexpr):
-    """Return the row of mix [.., D] of a tile's map."""
-    MAPS: tl.constexpr = traits.MAPS
-    row = tile * 0 + traits.MIX[0]
-    for i in tl.static_range(1, MAPS):
-        row = tl.where(tile >= traits.TILES[i], traits.MIX[i], row)
-    return mix + row * traits.D
+        place = tl.where(is_after, traits.PLACE[i], place)
+    return tl.multiple_of(w, 16), tile - before, size, first, place
 
 
 @triton.jit(do_not_specialize=["early"])
@@ -150,7 +142,8 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
         start_next()
         if early == 0:
             wait_for_previous()
-    w, row, size, first = locate_map(tl.program_id(0), weights, traits)
+    w, number, size, first, place = locate_map(tl.program_id(0), weights, traits)
+    row = number * traits.ROWS + tl.arange(0, traits.ROWS)
     loaded = ()
     for step in tl.static_range(STEPS):
         weight = load_weights(w, row, step, size, traits)
@@ -159,7 +152,11 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
             loaded = loaded + (load_weights(w + N0 * D, row, step, size, traits),)
     if traits.OVERLAP:
         wait_for_previous()
-    share = locate_mix(tl.program_id(0), mix, traits) if traits.SHIFT else mix
+    share = mix
+    if traits.SHIFT:
+        share += place * D
+    else:
+        x += place
     for m in tl.static_range(M):
         inputs = ()  # every load is issued before the first is used
         scales = ()
