@@ -1,5 +1,7 @@
 """The linear maps of a decode step, computed together by a stand-in for the kernel, against those of each part."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,12 @@ def products(monkeypatch) -> list[int]:
     """Let rows on a CPU be computed together. Return the number of maps of each product."""
     counts: list[int] = []
 
-    def joined(x: Tensor, weights: list[Tensor], norm: gemv.Norm | None = None) -> list[Tensor]:
+    def joined(x, weights, norm=None, second=()) -> list[Tensor]:
         assert norm is None
         counts.append(len(weights))
-        return [*F.linear(x, torch.cat(list(weights))).split([len(weight) for weight in weights], -1)]
+        results = F.linear(x, torch.cat(list(weights))).split([len(weight) for weight in weights], -1)
+        pairs = itertools.zip_longest(results, second)
+        return [y if weight is None else F.linear(y, weight) for y, weight in pairs]
 
     monkeypatch.setattr(gemv, "refusals", lambda x: [])
     monkeypatch.setattr(gemv, "products", joined)
