@@ -118,9 +118,10 @@ def test_a_residual_is_added_before_the_result_is_rounded(dtype):
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan(dtype):
-    x, weight, norm = draw(8, 1, 300, dtype=dtype), draw(10, 300, dtype=dtype, seed=1), Norm(draw(300, seed=2), 1e-5)
+    M = 8 if dtype == torch.float32 else 40
+    x, weight, norm = draw(M, 1, 304, dtype=dtype), draw(10, 304, dtype=dtype, seed=1), Norm(draw(304, seed=2), 1e-5)
     together = products(x, [weight], norm)[0]
-    for rows in (slice(0, 3), slice(2, 5), slice(3, 7)):
+    for rows in (slice(0, 3), slice(2, 5), slice(3, M - 1)):
         assert torch.equal(products(x[rows], [weight], norm)[0], together[rows])
     x[5, 0, 7] = torch.nan
     y = products(x, [weight], norm)[0]
