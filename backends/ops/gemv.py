@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
-from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, MAX_WIDTH, gemv
+from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, gemv
+from deltazoo.backends.triton.gemv.op import MAX_WIDTH as MAX_WIDTH
 from deltazoo.backends.triton.limits import kernel_refusals
 
 Activation = Literal["silu", "gelu", "relu2"]
