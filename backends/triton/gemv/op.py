@@ -112,13 +112,13 @@ def launch_gemv(
     """Write the products to y."""
     from deltazoo.backends.triton.gemv.kernels.gemv import Weights
 
-    M, D = x.shape[0], weights[0].shape[1]
+    D = weights[0].shape[1]
     if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
     device = device_spec(device_of(x).index)
     shared: dict[str, Any] = {
-        "M": M, "D": D, "MAPS": len(outputs), "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
+        "D": D, "MAPS": len(outputs), "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
         "ACTIVATION": around.activation, "GATED": around.gated, "OVERLAP": architecture(device) == "sm90",
     }  # fmt: skip
     tensors = {
@@ -144,8 +144,8 @@ def _launch_gemv(tensors: dict[str, Any], around: Around, shared: dict[str, Any]
     block = max(block, power_of_two(cdiv(D, _MAX_STEPS)))
     tiles = (0, *itertools.accumulate(cdiv(n, launch.rows) for n in shared["N"]))
     traits = GemvTraits(
-        TILES=tiles, ROWS=launch.rows, BLOCK=block, UNIT=unit, STEPS=cdiv(D, block), X_STRIDE=x.stride(0),
-        NORM=around.norm_weight is not None, EPS=around.eps, RESIDUAL=around.residual is not None,
+        M=x.shape[0], TILES=tiles, ROWS=launch.rows, BLOCK=block, UNIT=unit, STEPS=cdiv(D, block),
+        X_STRIDE=x.stride(0), NORM=around.norm_weight is not None, EPS=around.eps, RESIDUAL=around.residual is not None,
         SHIFT=around.previous is not None, PLACE=(*around.places,) or (0,) * shared["MAPS"], **shared,
     )  # fmt: skip
     early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -166,17 +166,18 @@ def _launch_dots(
     from deltazoo.backends.triton.gemv.kernels.few_rows_sm90 import few_rows_sm90_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    x, y, M, D, overlap = tensors["x"], tensors["y"], shared["M"], shared["D"], shared["OVERLAP"]
+    x, y, D, overlap = tensors["x"], tensors["y"], shared["D"], shared["OVERLAP"]
+    M = x.shape[0]
     places = (*around.places,) or (0,) * shared["MAPS"]
     if around.norm_weight is not None:
         inputs = 0 if around.mix is None else around.mix.shape[0]
-        traits = RowsTraits(M, D, power_of_two(D), overlap, STRIDE=x.stride(0), EPS=around.eps, INPUTS=inputs)
-        tensors["normed"] = x.new_empty(max(1, inputs), M, D)
+        traits = RowsTraits(D, power_of_two(D), overlap, STRIDE=x.stride(0), EPS=around.eps, INPUTS=inputs)
+        tensors["normed"] = x.new_empty(M, max(1, inputs) * D)
         warps = max(4, min(16, traits.BLOCK // 1024))
         run = launcher(normalize_rows_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
         run(M * max(1, inputs), {})
         x = tensors["x"] = tensors["normed"]
-        places = tuple(M * D * place for place in places)
+        places = tuple(D * place for place in places)
     outputs = launch.rows // (2 if around.gated else 1)
     tiles = (0, *itertools.accumulate(cdiv(n, outputs) for n in shared["N"]))
     span = span_of(tiles[-1], D, device.processors, launch.block)
@@ -197,17 +198,17 @@ def _launch_dots(
     vectors = all(n * size % _VECTOR == 0 for n in (D, x.stride(-2), *places))
     kernel = few_rows_sm90_kernel if overlap and vectors else few_rows_kernel
     early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
-    launcher(kernel, tensors, {"traits": dots}, options)(tiles[-1] * splits, {"early": early})
+    launcher(kernel, tensors, {"traits": dots}, options)(tiles[-1] * splits, {"M": M, "early": early})
     if splits > 1:
         tensors["y"] = y
         total = shared["FIRST"][-1]
         block = min(_FINISHED, power_of_two(total))
         traits = RowsTraits(
-            M, total, block, overlap, SPLITS=splits, ACTIVATION=around.activation, GATED=around.gated,
+            total, block, overlap, SPLITS=splits, ACTIVATION=around.activation, GATED=around.gated,
             RESIDUAL=around.residual is not None,
         )  # fmt: skip
         run = launcher(finish_rows_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
-        run(M * cdiv(total, block), {})
+        run(M * cdiv(total, block), {"M": M})
 
 
 def span_of(tiles: int, D: int, processors: int, block: int) -> int:

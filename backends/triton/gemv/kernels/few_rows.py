@@ -24,7 +24,7 @@ class FewRowsTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. MAPS, N, FIRST: as in `GemvTraits`. TILES: tiles of the maps before each, and of all.
+        D: width of x. MAPS, N, FIRST: as in `GemvTraits`. TILES: tiles of the maps before each, and of all.
         ROWS: rows of the weights of a program; with a gate, half of them are gates. COLUMNS: M as a power of two.
         BLOCK: inputs that a program reads at a time. STAGES: blocks in flight. SPLITS: programs of a tile; with more
             than one, y is their sums. SPAN: inputs of a program, a multiple of BLOCK.
@@ -32,7 +32,6 @@ class FewRowsTraits(NamedTuple):
             bytes. OVERLAP: see device/overlap.py.
     """
 
-    M: int
     D: int
     MAPS: int
     N: tuple[int, ...]
@@ -53,15 +52,14 @@ class FewRowsTraits(NamedTuple):
     OVERLAP: bool
 
 
-@triton.jit
-def few_rows_kernel(x, residual, weights, y, traits: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def few_rows_kernel(x, residual, weights, y, M, traits: tl.constexpr):
     """Compute ROWS rows of the product of one map for all rows of x, or their sums over a part of D.
 
     Grid: tiles of ROWS rows of the weights of all maps, SPLITS. Reads x [M, D] of each map, residual [M, N], w [N, D],
     with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps], or with SPLITS > 1 the sums
     [SPLITS, M, rows of all weights] in float32.
     """
-    M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
     BLOCK: tl.constexpr = traits.BLOCK
@@ -121,13 +119,12 @@ class RowsTraits(NamedTuple):
     """Compile-time properties of the kernels before and after a product.
 
     Args:
-        M, D: rows of x or y, and their width. BLOCK: columns of a program: a power of two; of `normalize_rows_kernel`
+        D: width of x or y. BLOCK: columns of a program: a power of two; of `normalize_rows_kernel`
             all. STRIDE: elements from row to row of x. EPS: of the norm. INPUTS: matrices with different token shifts;
             0: no shift.
         SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL: as of the product.
     """
 
-    M: int
     D: int
     BLOCK: int
     OVERLAP: bool
@@ -145,15 +142,15 @@ def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.cons
     """Normalize a row of x, and with INPUTS shift it.
 
     Grid: rows, INPUTS or 1. Reads x, previous [M, D], norm_weight [D], mix [INPUTS, D]. Writes normed [M, D] or
-    [INPUTS, M, D].
+    [M, INPUTS, D].
     """
-    M: tl.constexpr = traits.M
+    INPUTS: tl.constexpr = traits.INPUTS if traits.INPUTS > 0 else 1
     D: tl.constexpr = traits.D
     if traits.OVERLAP:
         start_next()
         wait_for_previous()
-    m = tl.program_id(0) % M
-    input = tl.program_id(0) // M
+    m = tl.program_id(0) // INPUTS
+    input = tl.program_id(0) % INPUTS
     d = tl.arange(0, traits.BLOCK)
     in_d = d < D
     row = tl.load(x + m * traits.STRIDE + d, mask=in_d, other=0.0).to(tl.float32)
@@ -164,17 +161,16 @@ def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.cons
     row *= tl.rsqrt(tl.sum(row * row, 0) / D + traits.EPS) * scale
     if traits.INPUTS > 0:
         row += (before - row) * share
-    tl.store(normed + (input * M + m) * D + d, row.to(normed.dtype.element_ty), mask=in_d)
+    tl.store(normed + (m * INPUTS + input) * D + d, row.to(normed.dtype.element_ty), mask=in_d)
 
 
-@triton.jit
-def finish_rows_kernel(sums, residual, y, traits: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def finish_rows_kernel(sums, residual, y, M, traits: tl.constexpr):
     """Add the sums of all splits, and compute what follows the product.
 
     Grid: rows, blocks of BLOCK outputs. Reads sums [SPLITS, M, D], or with GATED [SPLITS, M, 2 D], residual [M, D].
     Writes y [M, D].
     """
-    M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
     BLOCK: tl.constexpr = traits.BLOCK
     SPLITS: tl.constexpr = traits.SPLITS

@@ -46,21 +46,20 @@ def copy_weights(tile_s, w, at_row, in_n, start, traits: gl.constexpr):
 
 
 @gluon.jit
-def copy_inputs(inputs_s, x, start, traits: gl.constexpr):
+def copy_inputs(inputs_s, x, start, M, traits: gl.constexpr):
     """Issue the copies of a block of x; rows from M on become zero."""
     m = gl.arange(0, traits.COLUMNS, TILE_ROWS)
     d = start + gl.arange(0, traits.BLOCK, TILE_COLUMNS)
-    mask = (m < traits.M)[:, None] & (d < traits.D)[None, :]
+    mask = (m < M)[:, None] & (d < traits.D)[None, :]
     async_load(inputs_s, x + (m[:, None] * traits.X_STRIDE + d[None, :]), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["early"])
-def few_rows_sm90_kernel(x, residual, weights, y, early, traits: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "early"])
+def few_rows_sm90_kernel(x, residual, weights, y, M, early, traits: gl.constexpr):
     """Compute what few_rows_kernel computes, for rows of a multiple of 16 bytes.
 
     early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may have written them.
     """
-    M: gl.constexpr = traits.M
     ROWS: gl.constexpr = traits.ROWS
     BLOCK: gl.constexpr = traits.BLOCK
     COLUMNS: gl.constexpr = traits.COLUMNS
@@ -94,7 +93,7 @@ def few_rows_sm90_kernel(x, residual, weights, y, early, traits: gl.constexpr):
     x = gl.multiple_of(x + place, UNIT)
     for block in gl.static_range(STAGES - 1):
         if block < BLOCKS:
-            copy_inputs(inputs_s.index(block), x, start + block * BLOCK, traits)
+            copy_inputs(inputs_s.index(block), x, start + block * BLOCK, M, traits)
         async_copy.commit_group()
 
     stage = 0
@@ -108,7 +107,7 @@ def few_rows_sm90_kernel(x, residual, weights, y, early, traits: gl.constexpr):
             if block + STAGES - 1 < BLOCKS:
                 next_start = start + (block + STAGES - 1) * BLOCK
                 copy_weights(weights_s.index(next_stage), w, at_row, in_n, next_start, traits)
-                copy_inputs(inputs_s.index(next_stage), x, next_start, traits)
+                copy_inputs(inputs_s.index(next_stage), x, next_start, M, traits)
         async_copy.commit_group()
         next_stage = gl.where(next_stage == STAGES - 1, 0, next_stage + 1)
         acc = warpgroup_mma(weights_s.index(stage), inputs_s.index(stage).permute((1, 0)), acc)
