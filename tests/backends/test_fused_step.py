@@ -608,7 +608,7 @@ def test_calls_that_are_not_plain_decode_steps_are_not_fused():
     assert "fused_step_kernel" not in record.kernels
     with watch() as record, torch.inference_mode():
         mixer(x, mixer.init_state(2))
-    assert list(record.kernels) == ["fused_step_kernel"]
+    assert "fused_step_kernel" in record.kernels
 
 
 @needs_triton
