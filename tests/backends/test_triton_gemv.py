@@ -99,7 +99,7 @@ def test_second_maps_read_the_products_of_the_first(M, dtype):
     with watch() as record:
         results = products(x, first, None, second)
     # two launches of first maps; in the first ranks 24 and 16, in the second 16
-    assert len([run for run in record.runs if run.name in ("gemv_kernel", "few_rows_kernel")]) == 5
+    assert len([run for run in record.runs if run.name.startswith(("gemv", "few_rows"))]) == 5
     for y, w, up in zip(results, first, second, strict=True):
         low = x.double() @ w.double().T
         assert_near(y, low if up is None else low.to(dtype).double() @ up.double().T)
