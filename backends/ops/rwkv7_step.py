@@ -53,15 +53,16 @@ def rwkv7_token_(
         of_x.append(maps.value)
         rows.append(3)
     shift = Shift(state.previous, mix, (*rows,))
-    r, k, v, *low = (y[:, 0] for y in shifted_products(x, of_x, norm, shift))
+    products = [y[:, 0] for y in shifted_products(x, of_x, norm, shift)]
+    r, k, v, low_decay, low_rate, low_gate = products[:6]
     if maps.value is not None and first is not None:
-        low_value, first_value = low.pop(), first[:, 0]
+        low_value, first_value = products[6], first[:, 0]
     else:
         low_value, first_value, weights = None, None, weights._replace(value=None, value_bias=None)
     o = rwkv7_step(
         RWKV7Call(
             x=x[:, 0], input_weight=norm.weight, previous=state.previous[:, 0], r=r, k=k, v=v, first=first_value,
-            low_decay=low[0], low_rate=low[1], low_gate=low[2], low_value=low_value, weights=weights,
+            low_decay=low_decay, low_rate=low_rate, low_gate=low_gate, low_value=low_value, weights=weights,
             states=state.update, input_eps=norm.eps,
         )
     )  # fmt: skip
