@@ -38,23 +38,29 @@ def compile_layers(model: M, compiler: str | Callable[..., Any] = "inductor") ->
 
 
 class CompiledLayers:
-    """The compiled layers of a model, which runs them only while they are `active`; see `compile_layers`."""
+    """The compiled layers of a model, which runs them only while they are `active`; see `compile_layers`.
 
-    def __init__(self, model: TokenModel, compiler: str | Callable[..., Any] = "inductor") -> None:
-        specs = model.spec.expand()
-        methods = {spec: _compile_method(Layer.forward, compiler) for spec in dict.fromkeys(specs)}
-        self._methods = [*(methods[spec] for spec in specs), _compile_method(type(model.stack.norm).forward, compiler)]
+    Args: dynamic: whether the first graph of a kind has dynamic sizes, so that it serves all sizes.
+    """
+
+    def __init__(
+        self, model: TokenModel, compiler: str | Callable[..., Any] = "inductor", dynamic: bool = False
+    ) -> None:
+        specs = dict.fromkeys(model.spec.expand())
+        self._methods = {spec: _compile_method(Layer.forward, compiler, dynamic) for spec in specs}
+        self._norm = _compile_method(type(model.stack.norm).forward, compiler, dynamic)
         self.forwards = self._bound_to(model)
 
     def of(self, model: TokenModel) -> "CompiledLayers":
-        """Return the same compiled functions for another model of the same spec."""
+        """Return the same compiled functions for another model with the same kinds of layers."""
         layers = copy.copy(self)
         layers.forwards = self._bound_to(model)
         return layers
 
     def _bound_to(self, model: TokenModel) -> list[tuple[nn.Module, MethodType]]:
-        modules: list[nn.Module] = [*model.stack.layers, model.stack.norm]
-        return [(module, MethodType(method, module)) for module, method in zip(modules, self._methods, strict=True)]
+        layers = zip(model.stack.layers, model.spec.expand(), strict=True)
+        forwards = [(layer, MethodType(self._methods[spec], layer)) for layer, spec in layers]
+        return [*forwards, (model.stack.norm, MethodType(self._norm, model.stack.norm))]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -95,10 +101,12 @@ def run_eagerly(device: torch.device | str) -> AbstractContextManager[None]:
     return use_backend(CompileBackend(compiled=False))
 
 
-def _compile_method(method: Callable[..., object], compiler: str | Callable[..., Any]) -> Callable[..., object]:
+def _compile_method(
+    method: Callable[..., object], compiler: str | Callable[..., Any], dynamic: bool
+) -> Callable[..., object]:
     """Compile a method of modules whose first argument is x [B, T, D], once for each kind of call.
 
-    The graph of a kind's first sizes is static. All other sizes share a graph with dynamic sizes.
+    The graph of a kind's first sizes is static, unless `dynamic`. All other sizes share a graph with dynamic sizes.
     """
     kinds: dict[tuple[object, ...], _Kind] = {}
 
@@ -109,7 +117,9 @@ def _compile_method(method: Callable[..., object], compiler: str | Callable[...,
         key, sizes = _kind(values), _sizes(values)
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _Kind(sizes, *(compiled_call(method, backend=compiler) for _ in range(2)))
+            kind = kinds[key] = _Kind(
+                None if dynamic else sizes, *(compiled_call(method, backend=compiler) for _ in range(2))
+            )
         if sizes == kind.first_sizes:
             return kind.static(module, *arguments, **keywords)
         keywords = {name: _with_dynamic_sizes(value) for name, value in keywords.items()}
@@ -120,9 +130,9 @@ def _compile_method(method: Callable[..., object], compiler: str | Callable[...,
 
 
 class _Kind(NamedTuple):
-    """The compiled functions of one kind of call: for the sizes of its first call, and for all others."""
+    """The compiled functions of one kind of call: for the sizes of its first call, or None, and for all others."""
 
-    first_sizes: tuple[torch.Size, ...]
+    first_sizes: tuple[torch.Size, ...] | None
     static: Callable[..., object]
     dynamic: Callable[..., object]
 

@@ -113,6 +113,18 @@ def test_layers_are_compiled_only_while_they_are_active():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_dynamic_layers_serve_other_sizes_and_other_models_with_the_same_layers():
+    models = [StackSpec(width=16, depth=n, vocab=50, pattern="lfm2_conv").build() for n in (1, 2)]
+    counter = CompileCounterWithBackend("eager")
+    layers = CompiledLayers(models[0], counter, dynamic=True)
+    for model, sizes in ((models[0], (2, 3)), (models[0], (4, 5)), (models[1], (3, 6))):
+        tokens = torch.randint(0, 50, sizes)
+        expected = model(tokens)[0]
+        with layers.of(model).active():
+            torch.testing.assert_close(model(tokens)[0], expected)
+        assert counter.frame_count == 2  # of all layers, of the last norms
+
+
 def test_input_sizes_stay_static_after_other_models_were_compiled():
     tokens = torch.randint(0, 50, (2, 4))
     for heads, width in ((1, 8), (2, 16), (2, 32)):
