@@ -1,7 +1,11 @@
 """The small model of a mixer for a task: every mixer gets the same depth, width and heads."""
 
+import torch
+from torch import Tensor, nn
+
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.model.mlp import Dense
+from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.probes.task import Task
 from deltazoo.blocks.spec.pattern import names, parse, unreached
 from deltazoo.blocks.spec.stack_spec import StackSpec
@@ -9,6 +13,7 @@ from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.mixer import MixerConfig
 
 _MAX_DEPTH = 64
+_ONE_HOT_VOCAB = 256
 _STATE_SPACE_VALUES = 64  # Mamba-2's width of a value head
 
 
@@ -34,6 +39,25 @@ def probe_stack(pattern: str, task: Task) -> StackSpec:
         mlp=Dense(width=int(task.mlp * task.width)) if task.mlp else "none",
         tied=False,
     )
+
+
+class OneHotEmbedding(nn.Module):
+    """An embedding as a product of matrices, whose gradient on a GPU needs no sort to add in a fixed order."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    @classmethod
+    def replace_in(cls, model: LanguageModel) -> None:
+        """Replace the embedding of a model, unless its vocabulary is large."""
+        if model.spec.vocab <= _ONE_HOT_VOCAB:
+            model.add_module("embedding", cls(model.embedding))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        tokens_L = torch.arange(self.weight.shape[0], device=tokens_BT.device)
+        with torch.autocast(tokens_BT.device.type, enabled=False):
+            return (tokens_BT[..., None] == tokens_L).to(self.weight.dtype) @ self.weight
 
 
 def sized(config: MixerConfig, task: Task) -> MixerConfig:

@@ -1,42 +1,42 @@
-"""Cells in progress: the runs of a mixer on a task that are trained at the same time, on a GPU beside other cells."""
+"""Cells in progress: the runs of a mixer on a task, which a GPU trains at the same time."""
 
-import functools
+import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from deltazoo.backends.compile import CompileBackend
-from deltazoo.backends.io.errors import DeltazooError
 from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.update.dispatch import requested_backend, use_backend
 from deltazoo.blocks.model.compilation import CompiledLayers
-from deltazoo.blocks.probes.model import probe_stack
+from deltazoo.blocks.model.stack import LanguageModel
+from deltazoo.blocks.probes.model import OneHotEmbedding, probe_stack
 from deltazoo.blocks.probes.records import SOLVED, Point, Run, cells
 from deltazoo.blocks.probes.task import Task
 from deltazoo.blocks.probes.tasks import task as task_of
-from deltazoo.blocks.probes.trainer import Trainer
+from deltazoo.blocks.probes.trainer import EAGER_STEPS, Trainer
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
 _POINTS = 10  # evaluations during a run
 _TURN = 25  # steps of a run before the next run continues
 _CHECK_TOKENS = 2**14  # of an evaluation during a run, at each length
-# From here on a run on a GPU takes longer than the compilation of its kernels and layers. Below it the updates run in
-# plain torch, whose kernels are compiled already.
-_COMPILED_TOKENS = 2e8
+_layers: dict[Hashable, CompiledLayers] = {}  # by kinds of layers and width
 
 
 class Member:
     """A run in progress; `accuracy` is empty until it ends."""
 
     def __init__(self, stack: StackSpec, task: Task, rate: float, seed: int, device: str) -> None:
-        self.compiles = device != "cpu" and task.steps * task.batch * task.length >= _COMPILED_TOKENS
+        self.compiles = device != "cpu"
         with torch.random.fork_rng(devices=[]), nullcontext() if self.compiles else _in_plain_torch():
             torch.manual_seed(seed)
             model = stack.build()
+        if self.compiles:
+            OneHotEmbedding.replace_in(model)
         self.trainer = Trainer(model.to(device), task, rate, seed)
         self.rate, self.seed = rate, seed
         self.bounds = sorted({-(-task.steps * n // _POINTS) for n in range(1, _POINTS + 1)})
@@ -44,6 +44,13 @@ class Member:
         self.accuracy: dict[int, float] = {}
         self.seconds = 0.0
         self.queued: Tensor | None = None  # accuracies that are being computed
+
+    def set_up(self) -> None:
+        """Take the first steps on a GPU and evaluate each length, which compiles kernels and captures the graphs."""
+        if self.trainer.is_cuda:
+            self.trainer.compile()
+            self.trainer.train(min(EAGER_STEPS, self.bounds[0] - 1))
+            self.trainer.read(self.trainer.queue_accuracies(_CHECK_TOKENS))
 
     def queue_steps(self) -> None:
         """Take a turn of steps, up to the next evaluation."""
@@ -84,8 +91,8 @@ class CellInProgress:
         self.task, self.mixer, self.seeds, self.device, self.at_once = task, mixer, seeds, device, at_once
         self.done = [run for run in done if (run.task, run.mixer) == (task, mixer)]
         self.stack = probe_stack(mixer, task_of(task))
-        self.layers: CompiledLayers | None = None
         self.members: list[Member] = []
+        self.setup_seconds = 0.0
 
     def pending(self) -> list[tuple[float, int]]:
         """Return the next runs that can be trained at the same time: rates, then the seeds of the best rate.
@@ -101,16 +108,20 @@ class CellInProgress:
         (best,) = cells(finished.values()).values()
         return [(best.rate, seed) for seed in range(self.seeds) if (best.rate, seed) not in finished][: self.at_once]
 
-    def begin(self) -> None:
-        """Build the models of the next runs, unless runs are in progress."""
-        if not self.members:
-            self.members = [self._member(rate, seed) for rate, seed in self.pending()]
+    def advance(self) -> None:
+        """Take a turn of every run, of the next ones if none is in progress.
 
-    def compile(self) -> None:
-        """Take a step and evaluate each length, so that the kernels are in the caches."""
-        member = self._member(*self.pending()[0])
-        member.trainer.train(1)
-        member.trainer.read(member.trainer.queue_accuracies(_CHECK_TOKENS))
+        On a GPU the steps of all runs are queued before the first evaluation is read.
+        """
+        if not self.members:
+            self._begin()
+        start = time.perf_counter()
+        phases: list[Callable[[Member], None]] = [Member.queue_steps, Member.queue_evaluation, Member.read_evaluation]
+        for phase in phases:
+            for member in self.members:
+                phase(member)
+        for member in self.members:
+            member.seconds += (time.perf_counter() - start) / len(self.members)
 
     def ended(self) -> Iterator[Run]:
         """Yield the runs that have ended."""
@@ -123,13 +134,20 @@ class CellInProgress:
         if any(run.is_solved for run in self.done):  # the other rates
             self.members = [member for member in self.members if member.seed != 0]
 
+    def _begin(self) -> None:
+        """Build the models of the next runs, and on a GPU compile what they need."""
+        start = time.perf_counter()
+        gc.collect()  # runs that have ended are in reference cycles with their memory
+        self.members = [self._member(rate, seed) for rate, seed in self.pending()]
+        for member in self.members:
+            member.set_up()
+        self.setup_seconds += time.perf_counter() - start
+
     def _member(self, rate: float, seed: int) -> Member:
         task = task_of(self.task)
         member = Member(self.stack, task, rate, seed, self.device)
         if member.compiles:
-            model = member.trainer.model
-            self.layers = self.layers or CompiledLayers(model)
-            member.trainer.compiled = self.layers.of(model)
+            member.trainer.compiled = _compiled_layers(member.trainer.model)
         return member
 
     def _run(self, member: Member) -> Run:
@@ -143,40 +161,12 @@ class CellInProgress:
         )  # fmt: skip
 
 
-def advance(running: Sequence[CellInProgress]) -> dict[CellInProgress, str]:
-    """Take a turn of every run; return the cells that fail, with the reason.
-
-    On a GPU the steps of all runs are queued before the first evaluation is read.
-    """
-    start = time.perf_counter()
-    failed: dict[CellInProgress, str] = {}
-    phases: list[Callable[[Member], None]] = [Member.queue_steps, Member.queue_evaluation, Member.read_evaluation]
-    for cell in running:
-        _attempt(cell, cell.begin, failed)
-    for phase in phases:
-        for cell in running:
-            for member in cell.members:
-                _attempt(cell, functools.partial(phase, member), failed)
-    members = [member for cell in running for member in cell.members]
-    for member in members:
-        member.seconds += (time.perf_counter() - start) / len(members)
-    return failed
+def _compiled_layers(model: LanguageModel) -> CompiledLayers:
+    """Return the compiled layers that all models of the process with the same kinds of layers share."""
+    key = (frozenset(model.spec.expand()), model.spec.width)
+    return _layers.setdefault(key, CompiledLayers(model, dynamic=True)).of(model)
 
 
 def _in_plain_torch() -> AbstractContextManager[None]:
     """Return a context in which updates are built that compile nothing, unless the caller chose their backend."""
     return nullcontext() if requested_backend(None) is not None else use_backend(CompileBackend(compiled=False))
-
-
-def _attempt(cell: CellInProgress, call: Callable[[], None], failed: dict[CellInProgress, str]) -> None:
-    if cell in failed:
-        return
-    try:
-        call()
-    except (DeltazooError, RuntimeError) as error:
-        failed[cell] = failure(error)
-
-
-def failure(error: Exception) -> str:
-    """Return the kind and the first line of an error."""
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"

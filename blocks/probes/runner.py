@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -15,13 +16,11 @@ from deltazoo.backends.io.progress import Progress, ProgressLines
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.blocks.probes import records
 from deltazoo.blocks.probes.model import probe_stack
-from deltazoo.blocks.probes.progress import CellInProgress, advance, failure
+from deltazoo.blocks.probes.progress import CellInProgress
 from deltazoo.blocks.probes.records import Run
 from deltazoo.blocks.probes.tasks import task as task_of
 
-_COMPILING = 8  # processes
-_RUNS_AT_ONCE = 6  # on a GPU; a cell that begins below it may exceed it
-_POLL = 0.05  # seconds between looks for a compiled cell
+_PROCESSES_PER_GPU = 4  # some compile while others train
 _SPENT = "the budget is spent; the same command continues"
 
 
@@ -31,9 +30,8 @@ class ProbeConfig(NamedTuple):
     Args:
         budget: seconds; runs that are not finished then are dropped.
         seeds: at the best rate.
-        device: "cpu", "cuda", ...
-        workers: processes that train cells on a CPU, or compile kernels for a GPU, on which one more process trains;
-            None: one per core on a CPU, 8 for a GPU.
+        device: "cpu", "cuda:0", ...; "cuda": every visible GPU.
+        workers: processes, each of which trains a cell; None: one per core on a CPU, 4 per GPU.
     """
 
     budget: float = 600.0
@@ -47,12 +45,12 @@ class Probe(NamedTuple):
 
     Args:
         problems: (mixer and task, reason).
-        compile_seconds: of the processes that compiled kernels on a GPU, added up.
+        setup_seconds: before the first steps of cells, mostly of compilation, added up over the processes.
     """
 
     runs: list[Run]
     problems: list[tuple[str, str]]
-    compile_seconds: float = 0.0
+    setup_seconds: float = 0.0
 
 
 class _Job(NamedTuple):
@@ -69,24 +67,27 @@ class _Job(NamedTuple):
     def name(self) -> str:
         return f"{self.mixer} on {self.task}"
 
-    def cell(self, at_once: int | None = None) -> CellInProgress:
-        """Return the cell with its finished runs."""
+    @property
+    def group(self) -> Hashable:
+        """Name the cells that share compiled layers."""
+        task = task_of(self.task)
+        if self.config.device == "cpu":
+            return self.task, self.mixer
+        return frozenset(probe_stack(self.mixer, task).expand()), task.width, task.dtype
+
+    def cell(self) -> CellInProgress:
+        """Return the cell with its finished runs. A CPU trains one run at a time, so that a spent budget loses one."""
+        at_once = 1 if self.config.device == "cpu" else None
         return CellInProgress(self.task, self.mixer, self.done, self.config.seeds, self.config.device, at_once)
 
 
-class _Event(NamedTuple):
-    """New runs of a cell.
-
-    Args:
-        ends: whether the cell is left; problem: why it is not complete then.
-        compile_seconds: of its kernels.
-    """
+class _Result(NamedTuple):
+    """The new runs of a cell; problem: why it is not complete."""
 
     name: str
     runs: list[Run]
-    ends: bool
-    problem: str | None = None
-    compile_seconds: float = 0.0
+    problem: str | None
+    setup_seconds: float
 
 
 def probe(
@@ -122,90 +123,76 @@ def probe(
     deadline = started + config.budget
     every = [_Job(task, mixer, config, path, done, deadline) for task in tasks for mixer in mixers]
     jobs = [job for job in every if job.cell().pending()]
-    workers = config.workers or (_COMPILING if is_gpu else os.cpu_count() or 1)
+    groups: dict[Hashable, list[_Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.group, []).append(job)
+    workers = config.workers or (_PROCESSES_PER_GPU * _gpus(config) if is_gpu else os.cpu_count() or 1)
     problems: list[tuple[str, str]] = []
-    ended, compile_seconds = 0, 0.0
-    for event in (_on_gpu if is_gpu else _on_cpu)(jobs, workers):
-        done = [*done, *event.runs]
-        compile_seconds += event.compile_seconds
-        problems += [(event.name, event.problem)] if event.problem else []
-        for run in event.runs:
-            if on_run is not None:
+    setup_seconds = 0.0
+    for ended, result in enumerate(_results([*groups.values()], workers), 1):
+        done = [*done, *result.runs]
+        setup_seconds += result.setup_seconds
+        problems += [(result.name, result.problem)] if result.problem else []
+        if on_run is not None:
+            for run in result.runs:
                 on_run(run)
-        if event.ends:
-            ended += 1
-            progress("probing", ended, len(jobs))
+        progress("probing", ended, len(jobs))
     wanted = [run for run in done if run.task in tasks and run.mixer in mixers]
-    return Probe(wanted, problems, compile_seconds)
+    return Probe(wanted, problems, setup_seconds)
 
 
-def _on_cpu(jobs: Sequence[_Job], workers: int) -> Iterator[_Event]:
-    """Train cells in processes of one thread each, or one cell after the other with all threads."""
-    if min(workers, len(jobs)) <= 1:
-        yield from map(_run_cell, jobs)
+def _results(groups: list[list[_Job]], workers: int) -> Iterator[_Result]:
+    """Train cells in processes of one thread each, or one cell after the other with all threads.
+
+    A process trains all cells of a group, for which it compiles once.
+    """
+    workers = min(workers, len(groups))
+    if workers <= 1:
+        yield from (_run_cell(job) for group in groups for job in group)
         return
-    with ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _use_one_thread) as pool:
-        for future in as_completed([pool.submit(_run_cell, job) for job in jobs]):
-            yield future.result()
+    context, waiting, gpus = get_context("spawn"), list(groups), _gpus(groups[0][0].config)
+    running: dict[Future[_Result], tuple[ProcessPoolExecutor, list[_Job]]] = {}
+    with ExitStack() as stack:
+        for number in range(workers):
+            begin = (number % gpus if gpus > 1 else None,)
+            pool = stack.enter_context(ProcessPoolExecutor(1, context, _begin_worker, begin))
+            first, *rest = waiting.pop(0)
+            running[pool.submit(_run_cell, first)] = pool, rest
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                pool, rest = running.pop(future)
+                yield future.result()
+                if group := rest or (waiting.pop(0) if waiting else []):
+                    running[pool.submit(_run_cell, group[0])] = pool, group[1:]
 
 
-def _use_one_thread() -> None:
+def _gpus(config: ProbeConfig) -> int:
+    """Return the number of GPUs that the workers share."""
+    return torch.cuda.device_count() if config.device == "cuda" else 1
+
+
+def _begin_worker(gpu: int | None) -> None:
+    """Give a process one thread, for operators and for torch.compile, and one of several GPUs."""
     torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
 
 
-def _run_cell(job: _Job) -> _Event:
-    """Train the missing runs of a cell, one after the other, so that a spent budget loses one run."""
-    cell, new = job.cell(at_once=1), list[Run]()
+def _run_cell(job: _Job) -> _Result:
+    """Train the missing runs of a cell."""
+    cell, new = job.cell(), list[Run]()
     while cell.members or cell.pending():
         if time.time() > job.deadline:
-            return _Event(job.name, new, True, _SPENT)
-        if reason := advance([cell]).get(cell):
-            return _Event(job.name, new, True, reason)
+            return _Result(job.name, new, _SPENT, cell.setup_seconds)
+        try:
+            cell.advance()
+        except (DeltazooError, RuntimeError) as error:
+            return _Result(job.name, new, f"{type(error).__name__}: {str(error).splitlines()[0]}", cell.setup_seconds)
         for run in cell.ended():
             records.append(job.path, run)
             new.append(run)
-    return _Event(job.name, new, True)
-
-
-def _on_gpu(jobs: Sequence[_Job], workers: int) -> Iterator[_Event]:
-    """Train runs of several cells at the same time, while other processes compile the kernels of the next cells."""
-    if not jobs:
-        return
-    running: list[tuple[_Job, CellInProgress]] = []
-    with get_context("spawn").Pool(min(workers, len(jobs)), _use_one_thread) as pool:  # which ends its processes
-        compiling = [(job, pool.apply_async(_compile, (job,))) for job in jobs]
-        while compiling or running:
-            if time.time() > jobs[0].deadline:
-                yield from (_Event(job.name, [], True, _SPENT) for job, _ in (*running, *compiling))
-                return
-            for entry in [entry for entry in compiling if entry[1].ready()]:
-                if sum(len(cell.members or cell.pending()) for _, cell in running) >= _RUNS_AT_ONCE:
-                    break
-                compiling.remove(entry)
-                job, (seconds, problem) = entry[0], entry[1].get()
-                running += [] if problem else [(job, job.cell())]
-                yield _Event(job.name, [], problem is not None, problem, seconds)
-            if not running:
-                time.sleep(_POLL)
-                continue
-            failed = advance([cell for _, cell in running])
-            for job, cell in list(running):
-                for run in cell.ended():
-                    records.append(job.path, run)
-                    yield _Event(job.name, [run], False)
-                if cell in failed or not (cell.members or cell.pending()):
-                    running.remove((job, cell))
-                    yield _Event(job.name, [], True, failed.get(cell))
-
-
-def _compile(job: _Job) -> tuple[float, str | None]:
-    """Fill the caches with the kernels of a cell; return the seconds, and the reason if it fails."""
-    start = time.perf_counter()
-    try:
-        job.cell().compile()
-    except (DeltazooError, RuntimeError) as error:
-        return time.perf_counter() - start, failure(error)
-    return time.perf_counter() - start, None
+    return _Result(job.name, new, None, cell.setup_seconds)
 
 
 def _check_settings(runs: Sequence[Run], path: Path) -> None:

@@ -22,10 +22,22 @@ from deltazoo.blocks.probes.task import Batch, Task
 from deltazoo.blocks.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from deltazoo.blocks.training.optimizer import Optimizer, learning_rate
 
-_EAGER_STEPS = 2  # before the capture: they allocate the optimizer's state and load the kernels
+EAGER_STEPS = 2  # before the capture: they allocate the optimizer's state and load the kernels
 _WARMUP = 0.05  # of the steps
 _EVALUATION_SEED = 2**31  # all runs of a task are evaluated on the same sequences
 _CALL_TOKENS = 2**14
+_COMPILE_SIZES = (64, 128)  # B, T
+_DRAWN = 8  # steps whose sequences are drawn at once, because a draw takes up to a third of the launches of a step
+# Up to this vocabulary the head reads all tokens: the gradient of an index in a fixed order sorts, in 30 launches.
+_DENSE_VOCAB = 1024
+
+
+class _Drawn(NamedTuple):
+    """Sequences of `_DRAWN` steps [N, B, T], and their answers; places: None if the answers are those of all tokens."""
+
+    tokens_NBT: Tensor
+    answers_NBA: Tensor
+    places_NBA: Tensor | None
 
 
 class _Evaluation(NamedTuple):
@@ -54,7 +66,9 @@ class Trainer:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.optimizer = Optimizer(model, self.config.optimizer, sharded=False)
         self.loss = torch.zeros((), device=self.device)
+        self.drawn: _Drawn | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.draw_graph: torch.cuda.CUDAGraph | None = None
         self.pool: Any = None  # memory that all graphs of the run share, because they run one after the other
         self.evaluations: dict[tuple[int, int], _Evaluation] = {}  # by length and rows
         self.is_cuda = self.device.type == "cuda"
@@ -65,15 +79,28 @@ class Trainer:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which fills the weights
 
+    def compile(self) -> None:
+        """Compile the layers for all sizes, by a call whose sizes do not depend on the task.
+
+        torch.compile may order sums by the sizes of the first call, and a run must not depend on which task was first.
+        """
+        if self.compiled is not None:
+            tokens_BT = torch.zeros(_COMPILE_SIZES, dtype=torch.int64, device=self.device)
+            with self._on_stream(), _in_fixed_order(), self.compiled.active(), self._autocast():
+                self.model.losses(tokens_BT, tokens_BT).total.backward()
+            self.model.zero_grad()
+
     def train(self, until: int) -> None:
         """Take steps up to `until`. On a GPU the calls return before the steps are done."""
         with self._on_stream():
             while self.step < until:
+                if self.step % _DRAWN == 0:
+                    self._draw() if self.draw_graph is None else self.draw_graph.replay()
                 if self.graph is not None:
                     self.graph.replay()
                 else:
                     self._take_step()
-                    if self.is_cuda and self.step + 1 == _EAGER_STEPS:
+                    if self.is_cuda and self.step + 1 == EAGER_STEPS:
                         self._capture()
                 self.step += 1
 
@@ -138,11 +165,31 @@ class Trainer:
         with _in_fixed_order() if self.is_cuda else nullcontext():
             self._compute_step()
 
+    def _draw(self) -> None:
+        """Draw the sequences of the next steps, into the tensors of the first call."""
+        task = self.task
+        batch = task.draw(_DRAWN * task.batch, task.length, self.generator)
+        answers, places = batch.answers_BA, None
+        if task.vocab <= _DENSE_VOCAB:
+            answers = torch.full_like(batch.tokens_BT, IGNORE_INDEX).scatter(1, batch.places_BA, answers)
+        else:
+            places = batch.places_BA.unflatten(0, (_DRAWN, -1))
+        drawn = _Drawn(batch.tokens_BT.unflatten(0, (_DRAWN, -1)), answers.unflatten(0, (_DRAWN, -1)), places)
+        if self.drawn is None:
+            self.drawn = drawn
+            return
+        for old, new in zip(self.drawn, drawn, strict=True):
+            if old is not None and new is not None:
+                old.copy_(new)
+
     def _compute_step(self) -> None:
-        batch = self.task.draw(self.task.batch, self.task.length, self.generator)
+        assert self.drawn is not None
+        turn = self.count % _DRAWN
+        tokens_BT, answers_BA = (x.index_select(0, turn)[0] for x in (self.drawn.tokens_NBT, self.drawn.answers_NBA))
+        places_BA = None if self.drawn.places_NBA is None else self.drawn.places_NBA.index_select(0, turn)[0]
         active: AbstractContextManager[Any] = nullcontext() if self.compiled is None else self.compiled.active()
         with active, self._autocast():
-            losses = self.model.losses(batch.tokens_BT, batch.answers_BA, places_BA=batch.places_BA)
+            losses = self.model.losses(tokens_BT, answers_BA, places_BA=places_BA)
         self.model.zero_grad()
         losses.total.backward()
         norm = torch.nn.utils.get_total_norm([x.grad for x in self.model.parameters() if x.grad is not None])
@@ -155,6 +202,7 @@ class Trainer:
         """Capture a step. The capture runs nothing, so neither the weights nor the generator move."""
         for group in self.optimizer.groups:
             group["capturable"] = True
+        self.draw_graph = self._captured(self._draw, self.generator)
         self.model.zero_grad()  # the graph then stores gradients in its own memory
         self.graph = self._captured(self._take_step, self.generator)
 
