@@ -36,13 +36,16 @@ def command(
     tasks: Annotated[
         str | None,
         typer.Option(
-            show_default="parity,s3,mqar",
+            show_default="parity,s3,mqar_short",
             help='Comma-separated tasks, see --list, with changed fields in parentheses: "mqar(length=512,pairs=64)".',
         ),
     ] = None,
     claim: Annotated[
         str | None, typer.Option(help="Make the runs that decide this claim of docs/evidence/, and print its page.")
     ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="Make the runs of the table of docs/evidence/: 17 mixers on 8 tasks.")
+    ] = False,
     out: Annotated[
         Path,
         typer.Option(help="Folder of runs.jsonl. Runs that it holds are not repeated, so a second call continues."),
@@ -54,8 +57,8 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            show_default="8 for a GPU, one per core on a CPU",
-            help="Processes that train on the CPU, or compile kernels for the GPU.",
+            show_default="4 per GPU, one per core on a CPU",
+            help="Processes, each of which trains a mixer on a task.",
         ),
     ] = None,
     plot: Annotated[
@@ -87,18 +90,22 @@ def command(
     from deltazoo.blocks.probes.report import environments, score_table
     from deltazoo.blocks.probes.report import plot as draw
     from deltazoo.blocks.probes.runner import ProbeConfig, probe
+    from deltazoo.blocks.probes.table import MIXERS, TASKS
     from deltazoo.blocks.training.report import check_outputs
 
+    named = [name for name, chosen in (("--claim", claim), ("--table", table or None)) if chosen is not None]
+    if named and (mixers is not None or tasks is not None or len(named) > 1):
+        raise ConfigError(f"{named[0]} has mixers and tasks of its own, so omit --mixers, --tasks and other choices")
     if claim is not None:
-        if mixers is not None or tasks is not None:
-            raise ConfigError("--claim has mixers and tasks of its own, so omit --mixers and --tasks")
         if claim not in CLAIMS:
             raise ConfigError(unknown_name("claim", claim, CLAIMS))
-        chosen = CLAIMS[claim]
-        wanted, on = [*chosen.better, *chosen.worse], [*chosen.tasks]
+        chosen_claim = CLAIMS[claim]
+        wanted, on = [*chosen_claim.better, *chosen_claim.worse], [*chosen_claim.tasks]
+    elif table:
+        wanted, on = [*MIXERS], [*TASKS]
     else:
         wanted = split(mixers) or ["gated_deltanet", "kda", "mamba2", "attention"]
-        on = split(tasks) or ["parity", "s3", "mqar"]
+        on = split(tasks) or ["parity", "s3", "mqar_short"]
     check_outputs(plot=plot)
     config = ProbeConfig(budget=budget, seeds=seeds, device=device, workers=workers)
     with progress() as report_progress:
@@ -110,16 +117,16 @@ def command(
     elif claim is not None and result.runs:
         print_piece(page(claim, result.runs))
     elif result.runs:
-        table = score_table(result.runs)
+        scores = score_table(result.runs)
         print_line()
-        print_table(table.columns, table.rows)
+        print_table(scores.columns, scores.rows)
         print_line()
-        print_notes(table.notes)
+        print_notes(scores.notes)
         for line in environments(result.runs):
             print_text(line)
     if not as_json:
-        if result.compile_seconds:
-            print_note(f"kernels took {result.compile_seconds:.0f} s, in processes beside the one that trains")
+        if result.setup_seconds:
+            print_note(f"models and kernels took {result.setup_seconds:.0f} s to set up, added up over the processes")
         for name, why in result.problems:
             print_note(f"{name}: {why}")
     if not result.runs:
@@ -140,11 +147,13 @@ def _write_pages(folder: Path, out: Path) -> None:
     from deltazoo.blocks.probes.claims import pages
     from deltazoo.blocks.probes.records import RUNS, read
     from deltazoo.blocks.probes.report import plot
+    from deltazoo.blocks.probes.table import of_table
 
     runs = read(out / RUNS)
+    shown = of_table(runs)
     output_folder(folder)
-    if runs:
-        plot(runs, folder / "table.png")
+    if shown:
+        plot(shown, folder / "table.png")
     for name, text in pages(runs).items():
         (folder / name).write_text(text, encoding="utf-8")
         print_line(str(folder / name))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from deltazoo.backends.io.markdown_text import wrap_prose
 from deltazoo.backends.measure.table import Table
+from deltazoo.blocks.probes import table
 from deltazoo.blocks.probes.records import Run, cells
 from deltazoo.blocks.probes.report import environments, run_table, score_table, source_line, task_line
 from deltazoo.blocks.probes.tasks import task as task_of
@@ -63,7 +64,7 @@ CLAIMS = {
         "DeltaNet and Gated DeltaNet recall more pairs than Simple GLA and GLA, which add to states of the same K x V "
         "with a decay per head and per channel, all with a short convolution.",
         "Yang 2024, arXiv 2406.06484 and 2412.06464",
-        ("mqar",),
+        ("mqar_short", "mqar"),
         ("deltanet", "gated_deltanet"),
         _ADDITIVE,
     ),
@@ -84,11 +85,29 @@ CLAIMS = {
         ("mamba", "mamba2"),
         ("s4d",),
     ),
+    "gates-forget": Claim(
+        "Gates forget what does not matter",
+        "Gated DeltaNet finds a needle among random words in sequences longer than those of its training, where "
+        "DeltaNet, which has no decay, fails.",
+        "Yang 2024, arXiv 2412.06464, table 2, S-NIAH-2",
+        ("needle2",),
+        ("gated_deltanet",),
+        ("deltanet",),
+    ),
+    "gates-cost-retention": Claim(
+        "Gates cost retention",
+        "In a haystack that repeats one sentence, DeltaNet finds the needle in sequences longer than those of its "
+        "training, and Gated DeltaNet, whose state decays, does worse.",
+        "Yang 2024, arXiv 2412.06464, table 2, S-NIAH-1",
+        ("needle1",),
+        ("deltanet",),
+        ("gated_deltanet",),
+    ),
     "short-convolution": Claim(
         "Short convolutions matter for recall",
         "Without the short convolution of q, k and v, DeltaNet and Gated DeltaNet lose recall.",
         "Yang 2024, arXiv 2406.06484, table 3",
-        ("mqar",),
+        ("mqar_short",),
         ("deltanet", "gated_deltanet"),
         ("deltanet(conv_width=0)", "gated_deltanet(conv_width=0)"),
     ),
@@ -96,45 +115,52 @@ CLAIMS = {
 
 
 class Verdict(NamedTuple):
-    """The outcome of a claim. sentences: one for each task."""
+    """The outcome of a claim on a task; holds: None if a cell has no run."""
 
     holds: bool | None
     sentences: list[str]
 
 
-def verdict(claim: Claim, runs: Sequence[Run]) -> Verdict:
-    """Compare the scores; holds is None if a cell has no run.
+def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
+    """Compare the scores on a task of the claim.
 
     The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved.
     """
-    found, sentences, holds = cells(runs), [], True
+    found = cells(runs)
+    missing = [f"`{mixer}`" for mixer in (*claim.better, *claim.worse) if (task, mixer) not in found]
+    if missing:
+        return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
     score = "best seed" if claim.solved else "mean"
-    for task in claim.tasks:
-        missing = [f"`{mixer}`" for mixer in (*claim.better, *claim.worse) if (task, mixer) not in found]
-        if missing:
-            return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
-        scores = {
-            mixer: found[task, mixer].best if claim.solved else found[task, mixer].score
-            for mixer in (*claim.better, *claim.worse)
-        }
-        low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
-        is_met = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
-        holds &= is_met
+    scores = {
+        mixer: found[task, mixer].best if claim.solved else found[task, mixer].score
+        for mixer in (*claim.better, *claim.worse)
+    }
+    low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
+    holds = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
+    sentences = [
+        f"On {task} the claim {'holds' if holds else 'does not hold'} in these settings: by the {score}, the "
+        f"lowest of the better mixers is `{low}` with {100 * scores[low]:.1f} %, the highest of the others "
+        f"`{high}` with {100 * scores[high]:.1f} %."
+    ]
+    if claim.solved:
+        reached = [sum(run.score >= _REACHED for run in found[task, mixer].runs) for mixer in claim.better]
+        seeds = [len(found[task, mixer].runs) for mixer in claim.better]
+        counts = ", ".join(f"{n} of {m}" for n, m in zip(reached, seeds, strict=True))
         sentences.append(
-            f"On {task} the claim {'holds' if is_met else 'does not hold'} in these settings: by the {score}, the "
-            f"lowest of the better mixers is `{low}` with {100 * scores[low]:.1f} %, the highest of the others "
-            f"`{high}` with {100 * scores[high]:.1f} %."
+            f"The best seed counts, because a claim that a layer can compute something needs one run that does. "
+            f"Seeds that reach {100 * _REACHED:.0f} %, for each of the better mixers: {counts}. The table has the "
+            f"means."
         )
-        if claim.solved:
-            reached = [sum(run.score >= _REACHED for run in found[task, mixer].runs) for mixer in claim.better]
-            seeds = [len(found[task, mixer].runs) for mixer in claim.better]
-            counts = ", ".join(f"{n} of {m}" for n, m in zip(reached, seeds, strict=True))
-            sentences.append(
-                f"The best seed counts, because a claim that a layer can compute something needs one run that does. "
-                f"Seeds that reach {100 * _REACHED:.0f} %, for each of the better mixers: {counts}. The table has the "
-                f"means."
-            )
     return Verdict(holds, sentences)
+
+
+def outcome(claim: Claim, runs: Sequence[Run]) -> str:
+    """Name the outcome of a claim, for each task if it has several."""
+    names = {True: "holds", False: "does not hold", None: "not decided"}
+    outcomes = {task: names[verdict(claim, task, runs).holds] for task in claim.tasks}
+    if len(set(outcomes.values())) == 1:
+        return outcomes[claim.tasks[0]]
+    return ", ".join(f"{name} on {task}" for task, name in outcomes.items())
 
 
 def page(name: str, runs: Sequence[Run]) -> str:
@@ -145,10 +171,10 @@ def page(name: str, runs: Sequence[Run]) -> str:
     used.sort(key=lambda run: (claim.tasks.index(run.task), mixers.index(run.mixer)))
     paragraphs = [
         f"{claim.sentence} Source: {claim.source}.",
-        *verdict(claim, used).sentences,
+        *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
         *(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
     ]
-    return _page(claim.title, paragraphs, used, claim.tasks, run_table(used), [name])
+    return _page(claim.title, paragraphs, used, claim.tasks, run_table(used), [f"--claim {name}"])
 
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
@@ -161,9 +187,9 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         for name, claim in CLAIMS.items()
         if any((task, mixer) in found for task in claim.tasks for mixer in (*claim.better, *claim.worse))
     ]
-    outcomes = {True: "holds", False: "does not hold", None: "not decided"}
-    lines = [f"- [{CLAIMS[name].title}]({name}.md): {outcomes[verdict(CLAIMS[name], runs).holds]}" for name in begun]
-    tasks = tuple(dict.fromkeys(run.task for run in runs))
+    lines = [f"- [{CLAIMS[name].title}]({name}.md): {outcome(CLAIMS[name], runs)}" for name in begun]
+    shown = table.of_table(runs)
+    tasks = [task for task in table.TASKS if any(run.task == task for run in shown)]
     paragraphs = [
         "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
         "sequences of the task: the mean over the seeds at the best learning rate, and in parentheses the lowest and "
@@ -173,14 +199,25 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
     if begun:
         toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(begun)}\n```"
         paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
-    index = _page("Evidence", paragraphs, runs, tasks, score_table(runs)._replace(notes=()), begun)
-    return {"index.md": index, **{f"{name}.md": page(name, runs) for name in begun}}
+    if empty := table.missing(runs):
+        cells_of_table = len(table.MIXERS) * len(table.TASKS)
+        paragraphs.append(f"An empty cell has not been run; these are {empty} of {cells_of_table}.")
+    commands = ["--table", *(f"--claim {name}" for name in begun)]
+    return {
+        "index.md": _page("Evidence", paragraphs, shown, tasks, score_table(shown)._replace(notes=()), commands),
+        **{f"{name}.md": page(name, runs) for name in begun},
+    }
 
 
 def _page(
-    title: str, paragraphs: Sequence[str], runs: Sequence[Run], tasks: Sequence[str], table: Table, names: Sequence[str]
+    title: str,
+    paragraphs: Sequence[str],
+    runs: Sequence[Run],
+    tasks: Sequence[str],
+    cells: Table,
+    commands: Sequence[str],
 ) -> str:
-    """Format a page: text, table, settings of the tasks, environments, and the command of each named claim."""
+    """Format a page: text, table, settings of the tasks, environments and commands."""
     text = "\n\n".join(map(wrap_prose, paragraphs))
     settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
     how = wrap_prose(
@@ -189,16 +226,16 @@ def _page(
         "`blocks/probes/results/runs.jsonl`. They were made on:"
     )
     made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))
-    commands = "\n".join(f"deltazoo probe --claim {name} --out {_FOLDER} --device cuda" for name in names)
+    shell = "\n".join(f"deltazoo probe {each} --out {_FOLDER} --device cuda" for each in commands)
     parts = [
         f"# {title}",
         text,
-        table.markdown([]).strip(),
+        cells.markdown([]).strip(),
         "## Settings",
         settings,
         how,
         made,
-        *([f"```bash\n{commands}\n```"] if names else []),
+        f"```bash\n{shell}\n```",
         "This page is generated: `deltazoo probe --pages docs/evidence --out blocks/probes/results`.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -11,9 +11,9 @@ import deltazoo
 from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.blocks.model.compilation import CompiledLayers
-from deltazoo.blocks.probes import claims, records, report
+from deltazoo.blocks.probes import claims, records, report, table
 from deltazoo.blocks.probes.model import probe_stack
-from deltazoo.blocks.probes.progress import CellInProgress, advance
+from deltazoo.blocks.probes.progress import CellInProgress
 from deltazoo.blocks.probes.runner import ProbeConfig, probe
 from deltazoo.blocks.probes.tasks import TASKS, task
 from deltazoo.blocks.probes.tasks.word_problem import compose, elements
@@ -127,13 +127,14 @@ def test_a_rate_that_solves_the_task_ends_the_search(tmp_path):
 
 
 def test_runs_of_cells_that_share_a_device_are_those_of_single_cells(tmp_path):
-    """Run the GPU loop on the CPU: a run must not depend on the runs that are trained at the same time."""
+    """As a GPU trains them: a run must not depend on the runs that are trained at the same time."""
     single = probe(["deltanet", "s4d"], [TINY], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
     running = [CellInProgress(TINY, mixer, [], 2, "cpu") for mixer in ("deltanet", "s4d")]
     together = []
-    while any(cell.members or cell.pending() for cell in running):
-        assert advance(running) == {}
-        together += [run for cell in running for run in cell.ended()]
+    while running := [cell for cell in running if cell.members or cell.pending()]:
+        for cell in running:
+            cell.advance()
+            together += cell.ended()
     figures = [[(r.mixer, r.rate, r.seed, r.accuracy, r.curve) for r in runs] for runs in (single, together)]
     assert sorted(figures[0]) == sorted(figures[1])
 
@@ -189,14 +190,16 @@ def test_a_cell_has_the_seeds_of_the_best_rate(finished):
 
 def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",))
-    assert claims.verdict(claim, finished).holds is True
-    assert claims.verdict(claim._replace(solved=True), finished).holds is False
-    solved = finished[2].model_copy(update={"accuracy": {40: 1.0, 256: 0.995}})
-    assert claims.verdict(claim._replace(solved=True), [*finished, solved.model_copy(update={"seed": 3})]).holds is True
-    assert claims.verdict(claim._replace(better=("worse",), worse=("better",)), finished).holds is False
-    undecided = claims.verdict(claim, finished[:-1])
+    assert claims.verdict(claim, "parity", finished).holds is True
+    assert claims.verdict(claim._replace(solved=True), "parity", finished).holds is False
+    solved = finished[2].model_copy(update={"accuracy": {40: 1.0, 256: 0.995}, "seed": 3})
+    assert claims.verdict(claim._replace(solved=True), "parity", [*finished, solved]).holds is True
+    assert claims.verdict(claim._replace(better=("worse",), worse=("better",)), "parity", finished).holds is False
+    undecided = claims.verdict(claim, "parity", finished[:-1])
     assert undecided.holds is None
     assert undecided.sentences == ["Not decided: there is no finished run on parity of `worse`."]
+    assert claims.outcome(claim, finished) == "holds"
+    assert claims.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)
@@ -205,6 +208,15 @@ def test_every_claim_names_mixers_and_tasks_that_exist(name):
     for each in claim.tasks:
         for mixer in (*claim.better, *claim.worse):
             assert probe_stack(mixer, task(each)).depth >= task(each).depth
+
+
+def test_the_table_names_mixers_and_tasks_that_exist(finished):
+    for name in table.TASKS:
+        for mixer in table.MIXERS:
+            assert probe_stack(mixer, TASKS[name]).depth == TASKS[name].depth
+    runs = [run.model_copy(update={"mixer": mixer}) for run in finished[:1] for mixer in ("s4d", "deltanet(gate=true)")]
+    assert table.of_table(runs) == runs[:1]
+    assert table.missing(runs) == len(table.MIXERS) * len(table.TASKS) - 1
 
 
 def test_models_of_a_spec_share_compiled_layers():

@@ -25,6 +25,7 @@ from deltazoo.mixers.core.patterns import Name
 
 TASKS: dict[str, Task] = {
     "mqar": MQAR(),
+    "mqar_short": MQAR(length=64, lengths=(64, 128), pairs=16, tokens=128, batch=64, steps=1500),
     "mqar_kimi": MQAR(length=1024, lengths=(1024,), pairs=64, tokens=8192, width=256, heads=2, steps=20_000, batch=64,
                       rates=(5e-5, 1e-4, 5e-4, 1e-3)),
     "forgetting_mqar": ForgettingMQAR(),

@@ -39,7 +39,6 @@ class Needle(Task):
     words: int = Field(default=64, ge=2)
     sentence: int = Field(default=8, ge=1)
     batch: int = 64
-    steps: int = 3000
 
     @property
     def vocab(self) -> int:
