@@ -411,9 +411,16 @@ def test_unsupported_is_traced_in_one_graph(backend, monkeypatch, dynamic):
         ({"T": 8 * 4096, "HV": 16}, (0, 0)),  # the fused backward has no segments
         ({"T": 8 * 1024, "HV": 32}, (0, 0)),  # short on average
         ({"N": 1, "T": 32768, "H": 2, "HV": 8}, (32, 32)),  # few programs
+        ({"N": 1, "T": 8192, "HV": 64, "packed": False}, (64, 0)),  # half of the SMs: maps cost the forward too much
+        ({"N": 1, "T": 32768, "HV": 64, "packed": False}, (64, 0)),  # two segments per window of the backward
+        ({"N": 1, "T": 8192, "HV": 64, "packed": False, "delta": False}, (64, 0)),
+        ({"N": 1, "T": 8192, "HV": 64, "V": 64, "packed": False, "delta": False}, (32, 32)),  # two programs per SM
+        ({"N": 2, "T": 8192, "HV": 64, "V": 64, "packed": False, "delta": False}, (64, 64)),
+        ({"N": 1, "T": 2048, "HV": 64, "packed": False}, (0, 0)),  # short
+        ({"N": 1, "T": 8192, "HV": 80, "packed": False}, (0, 0)),  # more than half of the SMs
     ],
 )
-def test_sequences_of_a_pack_longer_than_the_average_are_divided_in_the_backward(change, splits):
+def test_few_programs_and_sequences_of_a_pack_longer_than_the_average_divide_the_sequences(change, splits):
     case = problem(**({"N": 8, "H": 16, "packed": True} | change))
     plan = make_plan(case, H200, heuristic(case, H200), grad=True)
     assert (plan.segment_chunks, plan.forward_segment_chunks) == splits

@@ -156,6 +156,27 @@ def test_the_backward_is_one_launch_if_that_occupies_a_hopper_gpu(heads, backwar
     assert record.kernels == {name: kernels.count(name) for name in kernels}
 
 
+@pytest.mark.parametrize(
+    ("spec", "heads", "combinations"),
+    [
+        (UpdateSpec(decay="head", transition="additive"), 2, 2),  # of the forward and of the backward
+        (GATED, 2, 1),  # of the backward
+        (UpdateSpec(decay="channel", transition="dplr"), 64, 2),
+    ],
+)
+def test_a_long_sequence_whose_heads_leave_half_of_the_gpu_idle_is_divided_and_conforms(spec, heads, combinations):
+    needs_132_sms()
+    case = Case(spec, Shape("half", 1, 4200, heads, 64, 64, 64), torch.bfloat16)
+    x = draw(case, "cuda")
+    operands = leaves(x)
+    with watch() as record:
+        torch.autograd.grad(bind(spec, TritonBackend())(x).o.sum(), operands, allow_unused=True)
+    assert record.kernels["combine_kernel"] == combinations
+    report = conformance.compare(TritonBackend(), case, device="cuda")
+    assert report.errors, str(report)
+    assert not report.failures, str(report)
+
+
 def test_the_fused_backward_stores_states_in_the_memory_of_the_gradients():
     needs_132_sms()
     x = draw(Case(GATED, Shape("busy", 4, 1024, 33, 33, 128, 128), torch.bfloat16), "cuda")

@@ -320,7 +320,7 @@ def test_reverse_and_gradients_are_separate_launches_where_the_sweep_does_not_su
 def test_long_sequences_are_split_into_segments_if_heads_and_value_tiles_are_few():
     problem = problem_of(PACK, "scan")._replace(N=8, T=4096, H=6, HV=6, packed=False)
     assert [heuristic(problem._replace(V=V), HOPPER).segment_chunks for V in (128, 129, 384)] == [32, 0, 0]
-    assert heuristic(problem._replace(V=512, HV=2, H=2), HOPPER).segment_chunks == 0
+    assert heuristic(problem._replace(V=512, HV=2, H=2), HOPPER).segment_chunks == 32
     assert heuristic(problem._replace(V=512, HV=1, H=1), HOPPER).segment_chunks == 16
 
 
