@@ -30,7 +30,7 @@ class Text(NamedTuple):
     left: Tensor
 
 
-def lookup(history_BC: Tensor, length_B: Tensor, count: int) -> Tensor:
+def lookup(history_BC: Tensor, count: int) -> Tensor:
     """Draft the tokens that followed an earlier occurrence of the last tokens.
 
     The longest match of up to `LONGEST_MATCH` tokens counts, among equally long ones the last. A match that ends less
@@ -38,20 +38,18 @@ def lookup(history_BC: Tensor, length_B: Tensor, count: int) -> Tensor:
     arbitrary. The shapes are fixed, and nothing synchronises.
 
     Args:
-        history_BC: [B, C] int64, `LONGEST_MATCH` entries of -1, then the tokens of each row.
-        length_B: [B] int64, the number of entries in use, those of -1 included.
+        history_BC: [B, C] int64, the last tokens of each row, preceded by at least `LONGEST_MATCH` entries of -1.
     Returns: [B, count] int64.
     """
-    past = torch.arange(LONGEST_MATCH, device=history_BC.device)
-    suffix_BG = history_BC.gather(1, length_B[:, None] - 1 - past)  # the last token first
-    ends = torch.arange(LONGEST_MATCH, history_BC.shape[1], device=history_BC.device)
+    C = history_BC.shape[1]
+    suffix_BG = history_BC[:, -LONGEST_MATCH:].flip(-1)  # the last token first
+    ends = torch.arange(LONGEST_MATCH, C, device=history_BC.device)
     window_BEG = history_BC.unfold(1, LONGEST_MATCH, 1)[:, 1:].flip(-1)  # the tokens that end at each of `ends`
     matched_BE = (window_BEG == suffix_BG[:, None]).cumprod(-1).sum(-1)
-    is_earlier_BE = ends < length_B[:, None] - 1
-    score_BE = torch.where(is_earlier_BE, matched_BE * history_BC.shape[1] + ends, -1)
+    score_BE = torch.where(ends < C - 1, matched_BE * C + ends, -1)
     first_B1 = score_BE.argmax(1, keepdim=True) + LONGEST_MATCH + 1
-    first_B1 = torch.minimum(first_B1, length_B[:, None] - 1)  # of one token
-    period_B1 = length_B[:, None] - first_B1
+    first_B1 = first_B1.clamp(max=C - 1)  # of one token
+    period_B1 = C - first_B1
     offset_BN = torch.arange(count, device=history_BC.device) % period_B1
     return history_BC.gather(1, first_B1 + offset_BN)
 
@@ -74,9 +72,8 @@ def draft_(read_BT: Tensor, last_B1: Tensor, history_BC: Tensor) -> None:
     if runs_by_kernel("prompt lookup", _refusals(history_BC)):
         lookup_op.draft_(read_BT, last_B1, history_BC)
         return
-    length_B = torch.full_like(last_B1[:, 0], history_BC.shape[1])
     read_BT[:, :1] = last_B1
-    read_BT[:, 1:] = lookup(history_BC, length_B, read_BT.shape[1] - 1)
+    read_BT[:, 1:] = lookup(history_BC, read_BT.shape[1] - 1)
 
 
 def append_(chosen: Tensor, checked: Tensor, read: Tensor, last: Tensor, accepted: Tensor, text: Text) -> Tensor:

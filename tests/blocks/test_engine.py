@@ -10,8 +10,8 @@ from deltazoo import Engine, Sampling
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import ConfigError, StateError, ValueRangeError
 from deltazoo.backends.update import registry
-from deltazoo.blocks.generation import decoder
-from deltazoo.blocks.generation.engine import drafts, steps
+from deltazoo.blocks.generation import decoder, drafted_pass
+from deltazoo.blocks.generation.engine import steps
 from deltazoo.blocks.generation.engine.steps import step_sizes
 from deltazoo.blocks.generation.generate import generate_tokens
 from deltazoo.blocks.model.stack import LanguageModel
@@ -475,7 +475,7 @@ def test_no_step_is_captured_after_the_warm_up(model, speculate, monkeypatch):
     def fail(*arguments, **settings):
         raise AssertionError("captured after the warm-up")
 
-    for part in (steps, decoder, drafts):
+    for part in (steps, decoder, drafted_pass):
         monkeypatch.setattr(part, "capture", fail)
     for sampling in (Sampling(temperature=0), Sampling(temperature=0.8), Sampling(top_p=0.8, temperature=0.8)):
         for count in (1, 3, 4, 2):

@@ -12,8 +12,9 @@ from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import StateError, ValueRangeError
 from deltazoo.backends.ops.prompt_lookup import append_
 from deltazoo.backends.update import registry
+from deltazoo.blocks.generation.drafted_pass import MOST_LOOKED_UP, empty_texts, start_text
 from deltazoo.blocks.generation.engine import pool
-from deltazoo.blocks.generation.engine.drafts import MOST_LOOKED_UP, RETRY_AFTER, empty_texts, start_text
+from deltazoo.blocks.generation.engine.pool import RETRY_AFTER
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 

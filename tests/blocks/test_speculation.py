@@ -20,9 +20,8 @@ REPEATED = [3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8, 3, 4, 5]
 
 
 def draft(tokens: list[int], count: int) -> list[int]:
-    """Draft after one row of tokens, in a longer buffer with tokens that do not count."""
-    history = torch.tensor([[-1] * LONGEST_MATCH + tokens + [9] * 5])
-    return lookup(history, torch.tensor([LONGEST_MATCH + len(tokens)]), count)[0].tolist()
+    """Draft after one row of tokens, in a longer history."""
+    return lookup(torch.tensor([[-1] * (LONGEST_MATCH + 5) + tokens]), count)[0].tolist()
 
 
 def test_lookup_continues_the_longest_and_then_the_last_match() -> None:
@@ -38,9 +37,8 @@ def test_lookup_continues_the_longest_and_then_the_last_match() -> None:
 def test_rows_of_different_lengths_are_looked_up_apart() -> None:
     rows = [[1, 2, 3, 1], [4, 5, 6, 4, 5], [7]]
     width = 8
-    history = torch.tensor([[-1] * LONGEST_MATCH + row + [0] * (width - len(row)) for row in rows])
-    lengths = torch.tensor([LONGEST_MATCH + len(row) for row in rows])
-    assert lookup(history, lengths, 2).tolist() == [draft(row, 2) for row in rows]
+    history = torch.tensor([[-1] * (LONGEST_MATCH + width - len(row)) + row for row in rows])
+    assert lookup(history, 2).tolist() == [draft(row, 2) for row in rows]
 
 
 def test_drafts_stand_up_to_the_first_that_was_not_chosen() -> None:
@@ -153,7 +151,7 @@ def test_a_compiled_decoder_speculates(build, spec: StackSpec) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_passes_equal_eager_ones(model: LanguageModel) -> None:
-    """Also after a longer prompt, for which the history is allocated and the passes are captured again."""
+    """Also after a longer prompt, which needs a larger decoder."""
     model = model.float()
     on_gpu = copy.deepcopy(model).cuda().rebind(None)
     for length, seed in ((1, 0), (1, 1), (20, 2)):

@@ -15,19 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends.ops.prompt_lookup import Text
 from deltazoo.blocks.generation.decoder import Buffers, new_buffers
-from deltazoo.blocks.generation.engine.drafts import (
-    MOST_TOKENS,
-    PAYS_FROM,
-    RETRY_AFTER,
-    PassBuffers,
-    empty_texts,
-    start_text,
-)
+from deltazoo.blocks.generation.drafted_pass import PassBuffers, empty_texts, start_text
 from deltazoo.blocks.generation.engine.job import Job, next_numbers
 from deltazoo.blocks.generation.engine.pages import PageAllocator, RowStates, tensors_of
 from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree, Snapshot
 from deltazoo.blocks.generation.engine.row_sampling import DrawBuffers, RowSampling
 from deltazoo.blocks.model.interface import TokenModel
+
+PAYS_FROM = 1.4  # tokens of a pass per request; a pass takes as long as 1.2 to 1.6 steps of 1 to 16 requests on an H200
+RETRY_AFTER = 32  # steps without drafts, after which a pass is tried
+MOST_TOKENS = 64  # of a pass; a larger one is not bound by loading weights, so a step of more rows has no drafts
 
 
 class _Rows(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.cuda_graph import capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import Buffers, Decoder
-from deltazoo.blocks.generation.engine.drafts import Pass
+from deltazoo.blocks.generation.drafted_pass import Pass
 from deltazoo.blocks.generation.engine.pool import Pool
 from deltazoo.blocks.generation.engine.row_sampling import DrawKind, Drawn, draw
 from deltazoo.blocks.generation.fingerprint import runs_python_code
@@ -108,7 +108,7 @@ class Steps:
         if rows not in self._passes:
             on_cuda = self._model.device.type == "cuda"
             layers = self._decoder(pool, rows).layers if self._compile and on_cuda else None
-            passes = Pass(self._model, pool.pass_buffers(rows), self._compile, layers)
+            passes = Pass(lambda: self._model, pool.pass_buffers(rows), self._compile, layers)
             if self._captures:
                 passes.capture(self._memory)
             elif self._compile:

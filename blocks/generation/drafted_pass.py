@@ -1,8 +1,9 @@
-"""Drafts by prompt lookup for the rows of a pool: the state of each row, and the passes that verify the drafts.
+"""A pass that verifies drafts: the texts of its rows, the tensors that it reads and writes, and its two calls.
 
-B rows of a pass, T tokens of a pass: the last drawn one and n drafted ones, C tokens of the history, L vocabulary
+B rows, C tokens of the history, T tokens of a pass: the last drawn one and n drafted ones, L vocabulary
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
@@ -12,18 +13,14 @@ from torch import Tensor
 from deltazoo.backends.ops.prompt_lookup import LONGEST_MATCH, NO_TOKEN, Text, draft_
 from deltazoo.backends.torch_ext.cuda_graph import Call, capture, eager_if_refused
 from deltazoo.blocks.generation.decoder import compiled_step
-from deltazoo.blocks.generation.speculation import commit_drafts, verify_drafts
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.interface import StackState, TokenModel
 
 MOST_LOOKED_UP = 4096  # last tokens of a text in which drafts are looked up
-PAYS_FROM = 1.4  # tokens of a pass per request; a pass takes as long as 1.2 to 1.6 steps of 1 to 16 requests on an H200
-RETRY_AFTER = 32  # steps without drafts, after which a pass is tried
-MOST_TOKENS = 64  # of a pass; a larger one is not bound by loading weights, so a step of more rows has no drafts
 
 
 def empty_texts(rows: int, capacity: int | None, device: torch.device) -> Text:
-    """Return the texts of rows without a request: their tokens are valid, and no token may be sampled.
+    """Return the texts of rows without a prompt: their tokens are valid, and no token may be sampled.
 
     The host does not know yet how many drafts were accepted, so a text and its lengths are on the device.
     """
@@ -60,16 +57,21 @@ class Pass:
     """A pass of a fixed number of rows: `verify` drafts, choose tokens and set the counts, then `commit`.
 
     Args:
-        compile: compile both calls, each as one graph. layers: compiled layers that the calls use instead.
+        model: returns the model. compile: compile both calls, each as one graph. layers: compiled layers that the
+            calls use instead.
     """
 
     def __init__(
-        self, model: TokenModel, buffers: PassBuffers, compile: bool = False, layers: CompiledLayers | None = None
+        self,
+        model: Callable[[], TokenModel],
+        buffers: PassBuffers,
+        compile: bool = False,
+        layers: CompiledLayers | None = None,
     ) -> None:
         self._model, self._buffers, self._layers = model, buffers, layers
         self._read, self._keep = verify_drafts, commit_drafts
         if compile and layers is None:
-            device = model.device
+            device = buffers.tokens.device
             self._read, self._keep = compiled_step(verify_drafts, device), compiled_step(commit_drafts, device)
         self._draft: StackState | None = None  # of the last call of `verify`
         self.verify: Call = self._verify
@@ -97,8 +99,20 @@ class Pass:
         buffers = self._buffers
         draft_(buffers.read, buffers.tokens, buffers.history)
         with nullcontext() if self._layers is None else self._layers.active():
-            self._draft = self._read(self._model, buffers.read, buffers.state, buffers.logits)
+            self._draft = self._read(self._model(), buffers.read, buffers.state, buffers.logits)
 
     def _commit(self) -> None:
         assert self._draft is not None  # of `verify`
-        self._keep(self._model, self._draft, self._buffers.state, self._buffers.accepted)
+        self._keep(self._model(), self._draft, self._buffers.state, self._buffers.accepted)
+
+
+def verify_drafts(model: TokenModel, tokens_BT: Tensor, state: StackState, logits_BTL: Tensor) -> StackState:
+    """Read the tokens of a pass, write their logits, and return the draft for `commit_drafts`."""
+    verified_BTL, draft = model.verify(tokens_BT, state)
+    logits_BTL.copy_(verified_BTL)
+    return draft
+
+
+def commit_drafts(model: TokenModel, draft: StackState, state: StackState, count_B: Tensor) -> None:
+    """Advance the state by the first `count` tokens of the pass."""
+    model.commit_(draft, state, count_B)
