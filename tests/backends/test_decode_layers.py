@@ -9,6 +9,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import forgetting_attention, gemv
+from deltazoo.backends.triton.decode import rwkv7_op
 from deltazoo.blocks import Dense, StackSpec
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers import GLA, KDA, RWKV7, Attention, GatedDeltaNet, Mamba2, MixerConfig, SlidingWindow
@@ -84,12 +85,16 @@ def replace(model: LanguageModel, name: str) -> None:
 
 
 @needs_triton
-def test_values_of_later_rwkv7_layers_are_interpolated(monkeypatch):
+@pytest.mark.parametrize("joint_rows", [0, 1])
+def test_values_of_later_rwkv7_layers_are_interpolated(joint_rows, monkeypatch):
+    """The step of few rows applies the maps of low rank itself."""
+    monkeypatch.setattr(rwkv7_op, "_JOINT_ROWS", joint_rows)
     model = build(MIXERS["token shift"], depth=2)
     separate, _ = decode(model, monkeypatch, packed=False)
     packed, kernels = decode(model, monkeypatch, packed=True)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
     assert kernels.count("rwkv7_step_kernel") == 2 * T
+    assert kernels.count("rwkv7_low_rank_kernel") == (0 if joint_rows else 2 * T)
 
 
 @needs_triton

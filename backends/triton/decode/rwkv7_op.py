@@ -63,6 +63,9 @@ class RWKV7Call(NamedTuple):
 
 _ROWS_APART = ("r", "k", "v", "first", "low_value", "low_decay", "low_rate", "low_gate")
 _ROWS, _CHANNELS = 16, 64  # of a program of the maps of low rank
+# Up to so many rows the step applies the maps of low rank itself, if the weights of a head fit registers. 24 layers
+# with one row on an H200: 197 us, and 240 by two kernels. With two rows two kernels take 30 us less.
+_JOINT_ROWS, _JOINT_WARPS, _JOINT_BYTES = 1, 8, 80 * 1024
 _STEP_WARPS = 2  # 24 layers with 32 rows on an H200 take 263 us, and 344 with 4: all programs are resident at once
 _IN_PLACE = ("previous", "states")
 
@@ -100,23 +103,28 @@ def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> No
     ranks = {name: getattr(call.weights, name) for name in ("decay", "rate", "gate", "value")}
     BK, BV = power_of_two(K), power_of_two(V)
     overlap = architecture(device_spec(device_of(call.x).index)) == "sm90"
+    head_bytes = sum(
+        weight.element_size() * width * power_of_two(weight.shape[1])
+        for weight, width in zip(ranks.values(), (K, K, V, V), strict=True)
+        if weight is not None
+    )
     traits = RWKV7Traits(
         D=D, H=H, K=K, V=V, BK=BK, BV=BV, BD=power_of_two(cdiv(D, H)), WHOLE=power_of_two(D),
         **{name.upper(): 0 if weight is None else weight.shape[1] for name, weight in ranks.items()},
         STRIDE=call.r.stride(0), FIRST_STRIDE=0 if call.first is None else call.first.stride(0), CHANNELS=_CHANNELS,
         EPS=call.weights.eps, NORM_EPS=call.input_eps, OVERLAP=overlap,
+        JOINT=B <= _JOINT_ROWS and head_bytes <= _JOINT_BYTES,
     )  # fmt: skip
-    interpolates = call.weights.value is not None
-    sizes = {"y_decay": H * K, "y_rate": H * K, "y_gate": H * V, "y_value": H * V if interpolates else 0}
-    tensors |= {"o": o} | {
-        name: o.new_empty(B, size, dtype=torch.float32) if size else None for name, size in sizes.items()
-    }
-    maps = 4 if interpolates else 3
     early = int(call.x.is_cuda and torch.cuda.is_current_stream_capturing())
-    low_rank = launcher(rwkv7_low_rank_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
-    low_rank(maps * cdiv(B, _ROWS) * cdiv(max(H * K, H * V), _CHANNELS), {"B": B, "early": early})
-    options = Options(limit_warps(_STEP_WARPS, BK * BV), overlap=overlap)
-    launcher(rwkv7_step_kernel, tensors, {"traits": traits}, options)(B * H, {})
+    sizes = {"y_decay": H * K, "y_rate": H * K, "y_gate": H * V, "y_value": H * V if traits.VALUE else 0}
+    tensors |= {"o": o} | dict.fromkeys(sizes)
+    if not traits.JOINT:
+        tensors |= {name: o.new_empty(B, size, dtype=torch.float32) for name, size in sizes.items() if size}
+        maps = 4 if traits.VALUE else 3
+        low_rank = launcher(rwkv7_low_rank_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
+        low_rank(maps * cdiv(B, _ROWS) * cdiv(max(H * K, H * V), _CHANNELS), {"B": B, "early": early})
+    options = Options(limit_warps(_JOINT_WARPS if traits.JOINT else _STEP_WARPS, BK * BV), overlap=overlap)
+    launcher(rwkv7_step_kernel, tensors, {"traits": traits}, options)(B * H, {"early": early})
 
 
 def _fake(*arguments: Any) -> Tensor:

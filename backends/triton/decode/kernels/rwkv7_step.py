@@ -27,6 +27,7 @@ class RWKV7Traits(NamedTuple):
         STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. FIRST_STRIDE: of first.
         CHANNELS: outputs of a program of rwkv7_low_rank_kernel.
         EPS: of the output norm. NORM_EPS: of the input's.
+        JOINT: rwkv7_step_kernel applies the low-rank maps itself.
     """
 
     D: int
@@ -46,14 +47,15 @@ class RWKV7Traits(NamedTuple):
     CHANNELS: int
     EPS: float
     NORM_EPS: float
+    JOINT: bool
     OVERLAP: bool
 
 
 @triton.jit
-def prefetch_rows(weight, row, SIZE: tl.constexpr):
-    """Prefetch rows of SIZE elements of 16 bits or more, at valid addresses, into the L2 cache."""
-    for start in tl.static_range(0, SIZE, 64):
-        prefetch_line(weight + row * SIZE + start)
+def prefetch_rows(states, row, SIZE: tl.constexpr):
+    """Prefetch rows of SIZE float32 numbers, at valid addresses, into the L2 cache."""
+    for start in tl.static_range(0, SIZE, 32):
+        prefetch_line(states + row * SIZE + start)
 
 
 @triton.jit
@@ -129,9 +131,30 @@ def load_channels(x, channel, mask):
 
 
 @triton.jit
+def load_ranks(weight, channel, mask, RANK: tl.constexpr):
+    """Load the weights of channels of a map of low rank, [.., RANK rounded up]."""
+    i = tl.arange(0, triton.next_power_of_2(RANK))
+    return tl.load(weight + channel[:, None] * RANK + i[None, :], mask=mask[:, None] & (i < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def load_low(low, RANK: tl.constexpr):
+    """Load what a map of low rank reads, in float32; zeros beyond RANK."""
+    i = tl.arange(0, triton.next_power_of_2(RANK))
+    return tl.load(low + i, mask=i < RANK, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rank_product(weights, low):
+    """Return the channels of a map of low rank in float32, with low rounded as the weights."""
+    return tl.sum(weights.to(tl.float32) * low.to(weights.dtype).to(tl.float32)[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["early"])
 def rwkv7_step_kernel(
     x, input_weight, previous, r, k, v, first, y_decay, y_rate, y_gate, y_value,
-    decay_bias, rate_bias, value_bias, xi, alpha, u, norm_weight, norm_bias, states, o, traits: tl.constexpr,
+    low_decay, low_rate, low_gate, low_value, decay, rate, gate, value,
+    decay_bias, rate_bias, value_bias, xi, alpha, u, norm_weight, norm_bias, states, o, early, traits: tl.constexpr,
 ):  # fmt: skip
     """Decode one token of one head.
 
@@ -139,6 +162,9 @@ def rwkv7_step_kernel(
     y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], the products of low rank; decay_bias, rate_bias, xi, alpha,
     u [H K]; value_bias, norm_weight, norm_bias [H V]. Updates states [B, H, K, V] float32 and previous [B, D] in
     place. Writes o [B, H V].
+
+    With JOINT it reads low_* [B, rank] with a row stride, and the weights of the maps of low rank of those names,
+    [H K, rank] and [H V, rank], in place of y_*. early: as of rwkv7_low_rank_kernel.
     """
     H: tl.constexpr = traits.H
     K: tl.constexpr = traits.K
@@ -155,25 +181,55 @@ def rwkv7_step_kernel(
     key = h * K + ks
     column = h * V + vs
     if traits.OVERLAP:
+        if traits.JOINT:
+            if early == 0:
+                wait_for_previous()
         prefetch_rows(states + b * H * K * V, h * K + tl.minimum(ks, K - 1), V)
+    if traits.JOINT:
+        w_decay = load_ranks(decay, key, in_k, traits.DECAY)
+        w_rate = load_ranks(rate, key, in_k, traits.RATE)
+        w_gate = load_ranks(gate, column, in_v, traits.GATE)
+        if traits.VALUE > 0:
+            w_value = load_ranks(value, column, in_v, traits.VALUE)
+    if traits.OVERLAP:
         wait_for_previous()
+    # every load is issued before its first use, which may be a sum over all threads
     at = states + (b * H + h) * K * V + ks[:, None] * V + vs[None, :]
     S = tl.load(at, mask=in_k[:, None] & in_v[None, :], other=0.0)
-    d = tl.arange(0, traits.WHOLE)
-    every = load_channels(x + b * D, d, d < D)
-    factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)  # while the state arrives
     row = b * traits.STRIDE
-    raw = load_channels(y_decay + b * (H * K), key, in_k) + load_channels(decay_bias, key, in_k)
-    w = tl.exp(-0.6065306597126334 * tl.sigmoid(raw))
-    eta = tl.sigmoid(load_channels(y_rate + b * (H * K), key, in_k) + load_channels(rate_bias, key, in_k))
-    g = load_channels(y_gate + b * (H * V), column, in_v)
+    if traits.JOINT:
+        y_d = load_low(low_decay + row, traits.DECAY)
+        y_r = load_low(low_rate + row, traits.RATE)
+        y_g = load_low(low_gate + row, traits.GATE)
+    else:
+        y_d = load_channels(y_decay + b * (H * K), key, in_k)
+        y_r = load_channels(y_rate + b * (H * K), key, in_k)
+        y_g = load_channels(y_gate + b * (H * V), column, in_v)
+    bias_d = load_channels(decay_bias, key, in_k)
+    bias_r = load_channels(rate_bias, key, in_k)
     q = load_channels(r + row, key, in_k)
     k_h = load_channels(k + row, key, in_k)
     v_h = load_channels(v + row, column, in_v)
     if traits.VALUE > 0:
-        share = load_channels(y_value + b * (H * V), column, in_v)
-        share = tl.sigmoid(share + load_channels(value_bias, column, in_v))
-        v_h += (load_channels(first + b * traits.FIRST_STRIDE, column, in_v) - v_h) * share
+        if traits.JOINT:
+            y_v = load_low(low_value + row, traits.VALUE)
+        else:
+            y_v = load_channels(y_value + b * (H * V), column, in_v)
+        bias_v = load_channels(value_bias, column, in_v)
+        v_first = load_channels(first + b * traits.FIRST_STRIDE, column, in_v)
+    d = tl.arange(0, traits.WHOLE)
+    every = load_channels(x + b * D, d, d < D)
+    factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
+    if traits.JOINT:
+        y_d = rank_product(w_decay, 2.0 * tl.sigmoid(2.0 * y_d) - 1.0)
+        y_r = rank_product(w_rate, y_r)
+        y_g = rank_product(w_gate, tl.sigmoid(y_g))
+    w = tl.exp(-0.6065306597126334 * tl.sigmoid(y_d + bias_d))
+    eta = tl.sigmoid(y_r + bias_r)
+    if traits.VALUE > 0:
+        if traits.JOINT:
+            y_v = rank_product(w_value, y_v)
+        v_h += (v_first - v_h) * tl.sigmoid(y_v + bias_v)
     kappa = k_h * load_channels(xi, key, in_k)
     kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12, propagate_nan=tl.PropagateNan.ALL)
     k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k)
@@ -187,7 +243,7 @@ def rwkv7_step_kernel(
     out = centred * tl.rsqrt(tl.sum(centred * centred, 0) / V + traits.EPS)
     out = out * load_channels(norm_weight, column, in_v) + load_channels(norm_bias, column, in_v)
     out += tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
-    tl.store(o + b * (H * V) + column, (out * g).to(o.dtype.element_ty), mask=in_v)
+    tl.store(o + b * (H * V) + column, (out * y_g).to(o.dtype.element_ty), mask=in_v)
 
     SPAN: tl.constexpr = (D + H - 1) // H
     own = h * SPAN + tl.arange(0, traits.BD)
