@@ -273,13 +273,19 @@ def convolve_step_kernel(x, weight, bias, history, slots, y, pool_rows, traits: 
     C: tl.constexpr = KEYS * K + traits.STEPS * traits.HV * V
     if traits.OVERLAP:
         start_next()
-        wait_for_previous()
     row = tl.cast(tl.program_id(0) // HEADS, tl.int64)
     head = tl.program_id(0) % HEADS
     is_value = head >= KEYS
     i = tl.arange(0, traits.BK if traits.BK > traits.PV else traits.PV)
     mask = i < tl.where(is_value, V, K)
     channel = tl.where(is_value, KEYS * K + (head - KEYS) * V, head * K) + i
+    if traits.OVERLAP:
+        valid = tl.minimum(channel, C - 1)
+        prefetch_line(weight + valid * W)
+        if W > 1 and not traits.SLOTS:
+            for tap in tl.static_range(W - 1):
+                prefetch_line(history + (row * (W - 1) + tap) * C + valid)
+        wait_for_previous()
     slot = row
     if traits.SLOTS:
         slot = tl.load(slots + row)
