@@ -19,10 +19,12 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_o
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-# Most rows for `gemv_kernel`. With more rows it is bound by arithmetic: on an H100, 2400 to 2 x 5888 channels take 24,
-# 29, 47 and 70 us with 1, 2, 4 and 8 rows. `few_rows_sm90_kernel` and `few_rows_kernel` compute up to `MAX_DOT_ROWS`
-# rows in 16 bits.
+# Most rows in float32, which `gemv_kernel` computes. With more rows it is bound by arithmetic: on an H100, 2400 to
+# 2 x 5888 channels in 16 bits take 24, 29, 47 and 70 us with 1, 2, 4 and 8 rows.
 MAX_ROWS = 2
+# Rows in 16 bits that `few_rows_sm90_kernel` and `few_rows_kernel` compute. Captured steps of gated-deltanet-1.3b, kda
+# and rwkv7 with two rows on an H200 take 952, 1104 and 1090 us, and 1246, 1186 and 1376 by `gemv_kernel`.
+MIN_DOT_ROWS = 2
 MAX_DOT_ROWS = 64
 MAX_MAPS = 8
 MAX_WIDTH = 16384
@@ -92,7 +94,7 @@ class Around(NamedTuple):
 
 def launch_of(M: int, weight: Tensor, gated: bool) -> GemvLaunch | DotLaunch:
     """Return the launch for M rows and a weight [N, D]: tiles of `_TILE_BYTES` of weights."""
-    if M > MAX_ROWS and weight.dtype != torch.float32:
+    if M >= MIN_DOT_ROWS and weight.dtype != torch.float32:
         return DotLaunch()
     rows = _TILE_BYTES // (weight.shape[1] * weight.dtype.itemsize * (2 if gated else 1))
     return GemvLaunch(rows=1 << max(0, min(rows.bit_length() - 1, 3)))

@@ -63,7 +63,7 @@ def measure(name, M, compile_only):
     activation = "silu" if gated else ""
     around = op.Around(draw(width) if norm else None, 1e-5, draw(M, outputs) if residual else None, activation, gated)
     results = []
-    launches = [*LAUNCHES] if M > op.MAX_ROWS else [op.GemvLaunch(rows) for rows in (1, 2, 4)]
+    launches = [*LAUNCHES] if op.MIN_DOT_ROWS <= M else [op.GemvLaunch(rows) for rows in (1, 2, 4)]
     for launch in launches:
         try:
             calls = [lambda w=w, launch=launch: op.launch_gemv(x, w, around, y, launch) for w in layers]

@@ -1,4 +1,4 @@
-"""Products of 3 to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that gemv.py lists.
+"""Products of 2 to 64 rows x [M, D] with weights [N, D] by tensor cores, with the operations that gemv.py lists.
 
     normalize_rows_kernel   the norm and the token shift, so that x is a plain operand
     few_rows_kernel         products; a program computes ROWS rows of the weights times all rows of x; on sm_90, with
