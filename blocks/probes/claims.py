@@ -142,6 +142,15 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
         f"lowest of the better mixers is `{low}` with {100 * scores[low]:.1f} %, the highest of the others "
         f"`{high}` with {100 * scores[high]:.1f} %."
     ]
+    lowest, highest = (
+        choose(run.score for mixer in mixers for run in found[task, mixer].runs)
+        for choose, mixers in ((min, claim.better), (max, claim.worse))
+    )
+    if holds and not claim.solved and lowest <= highest:
+        sentences.append(
+            f"The seeds overlap: the lowest one of the better mixers has {100 * lowest:.1f} %, the highest one of the "
+            f"others {100 * highest:.1f} %."
+        )
     if claim.solved:
         reached = [sum(run.score >= _REACHED for run in found[task, mixer].runs) for mixer in claim.better]
         seeds = [len(found[task, mixer].runs) for mixer in claim.better]
@@ -172,9 +181,9 @@ def page(name: str, runs: Sequence[Run]) -> str:
     paragraphs = [
         f"{claim.sentence} Source: {claim.source}.",
         *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
-        *(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
+        *dict.fromkeys(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
     ]
-    return _page(claim.title, paragraphs, used, claim.tasks, run_table(used), [f"--claim {name}"])
+    return _page(claim.title, paragraphs, used, claim.tasks, [run_table(used)], [f"--claim {name}"])
 
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
@@ -189,7 +198,10 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
     ]
     lines = [f"- [{CLAIMS[name].title}]({name}.md): {outcome(CLAIMS[name], runs)}" for name in begun]
     shown = table.of_table(runs)
+    claimed = {(task, mixer) for c in CLAIMS.values() for task in c.tasks for mixer in (*c.better, *c.worse)}
+    others = [run for run in runs if run not in shown and (run.task, run.mixer) not in claimed]
     tasks = [task for task in table.TASKS if any(run.task == task for run in shown)]
+    tables = [score_table(shown)._replace(notes=()), *([run_table(others)] if others else [])]
     paragraphs = [
         "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
         "sequences of the task: the mean over the seeds at the best learning rate, and in parentheses the lowest and "
@@ -201,10 +213,14 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
     if empty := table.missing(runs):
         cells_of_table = len(table.MIXERS) * len(table.TASKS)
-        paragraphs.append(f"An empty cell has not been run; these are {empty} of {cells_of_table}.")
+        absent = [f"`{mixer}`" for mixer in table.MIXERS if not any(run.mixer == mixer for run in shown)]
+        row = f" There is no run of {', '.join(absent)}." if absent else ""
+        paragraphs.append(f"An empty cell has not been run; these are {empty} of {cells_of_table}.{row}")
     commands = ["--table", *(f"--claim {name}" for name in begun)]
     return {
-        "index.md": _page("Evidence", paragraphs, shown, tasks, score_table(shown)._replace(notes=()), commands),
+        "index.md": _page(
+            "Evidence", paragraphs, runs, [*tasks, *dict.fromkeys(run.task for run in others)], tables, commands
+        ),
         **{f"{name}.md": page(name, runs) for name in begun},
     }
 
@@ -214,10 +230,10 @@ def _page(
     paragraphs: Sequence[str],
     runs: Sequence[Run],
     tasks: Sequence[str],
-    cells: Table,
+    tables: Sequence[Table],
     commands: Sequence[str],
 ) -> str:
-    """Format a page: text, table, settings of the tasks, environments and commands."""
+    """Format a page: text, tables, settings of the tasks, environments and commands."""
     text = "\n\n".join(map(wrap_prose, paragraphs))
     settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
     how = wrap_prose(
@@ -230,7 +246,7 @@ def _page(
     parts = [
         f"# {title}",
         text,
-        cells.markdown([]).strip(),
+        *(each.markdown([]).strip() for each in tables),
         "## Settings",
         settings,
         how,

@@ -63,7 +63,7 @@ def run_table(runs: Sequence[Run]) -> Table:
             f"{cell.rate:g}",
             str(len(cell.runs)),
             taken,
-            f"{seconds:.0f}",
+            f"{seconds:.1f}",
             f"{first.state_bytes:,}",
         ]
         rows.append([task, mixer, *figures])
@@ -74,7 +74,8 @@ def task_line(name: str) -> str:
     """Describe the settings and the score of a task in a sentence."""
     task = task_of(name)
     return (
-        f"{task.about}; accuracy at {max(task.lengths):,} tokens in percent, mean over seeds (lowest to highest), "
+        f"{task.about}; accuracy at {max(task.lengths):,} tokens in percent, of "
+        f"{max(1, task.evaluation_tokens // max(task.lengths)):,} sequences, mean over seeds (lowest to highest), "
         f"chance {100 * task.chance:.1f}; trained at {task.length:,} tokens, {task.steps:,} steps of {task.batch}, "
         f"{task.depth} x {task.width}, heads {task.heads}, best of the rates {', '.join(f'{x:g}' for x in task.rates)}"
     )

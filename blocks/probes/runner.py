@@ -101,7 +101,7 @@ def probe(
     """Train small models of each mixer on each task, and append a line per run to runs.jsonl in the folder.
 
     Runs that the file holds are not repeated, so that a second call continues the first. A run is a function of its
-    task, mixer, rate and seed: on the same device and versions it repeats bit for bit.
+    task, mixer, rate and seed: on the same device and versions the same call repeats it bit for bit.
 
     Args:
         mixers: names or hybrid patterns, see `probe_stack`.

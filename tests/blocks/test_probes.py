@@ -199,6 +199,10 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     assert undecided.holds is None
     assert undecided.sentences == ["Not decided: there is no finished run on parity of `worse`."]
     assert claims.outcome(claim, finished) == "holds"
+    seed = finished[-1].model_copy(update={"seed": 1, "accuracy": {40: 1.0, 256: 0.72}})
+    assert claims.verdict(claim, "parity", [*finished, seed]).sentences[1:] == [
+        "The seeds overlap: the lowest one of the better mixers has 70.0 %, the highest one of the others 72.0 %."
+    ]
     assert claims.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
 
 
