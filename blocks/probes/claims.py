@@ -205,7 +205,8 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
     paragraphs = [
         "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
         "sequences of the task: the mean over the seeds at the best learning rate, and in parentheses the lowest and "
-        "the highest seed. A cell without parentheses has one seed.",
+        "the highest seed. A cell without parentheses has one seed. Each mixer has its default fields: GLA, for "
+        "instance, has no short convolution.",
         "![Heat map of the table, and accuracy over the sequence length](table.png)",
     ]
     if begun:
