@@ -71,6 +71,7 @@ def mesh() -> Iterator[DeviceMesh]:
         ("head decay", INNER, 0.05),
         ("dplr", FOUR_PIECES, 0.05),
         ("head decay", ([0, 70], [70]), 0.05),
+        ("head decay", ([0, 30], [16, 14]), 0.05),  # pieces that are not longer than a segment
     ],
 )
 def test_pieces_equal_the_reference(

@@ -31,7 +31,9 @@ def errors_of(config: dict[str, object], parallel: ContextParallel) -> list[floa
     for gradient in actual[2:]:
         dist.all_reduce(gradient)
     expected[:2] = map(batch.shard, expected[:2])
-    return [float((a - b).float().norm() / b.float().norm()) for a, b in zip(actual, expected, strict=True)]
+    return [
+        float((a - b).float().norm() / b.float().norm().clamp(min=1e-6)) for a, b in zip(actual, expected, strict=True)
+    ]
 
 
 def _run(mixer: torch.nn.Module, x: torch.Tensor, d_y: torch.Tensor, context: Context) -> list[torch.Tensor]:

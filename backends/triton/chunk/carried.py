@@ -54,7 +54,7 @@ def carried_plan(x: ScanOperands, kind: ScanKind) -> Plan:
     changes: dict[str, object] = {"segment_chunks": split, "scratch": max(config.scratch, _SCRATCH)}
     if config.reverse.kernel == "fused":
         changes["reverse"] = config.reverse.model_copy(update={"kernel": "sm90"})
-    plan = make_plan(problem, device, config.changed(**changes), True)
+    plan = make_plan(problem, device, config.changed(**changes), grad=True, divided=True)
     plan = plan._replace(forward_segment_chunks=split, segment_chunks=split, forward_narrow_min_chunks=0, carried=True)
     span = segments_span(plan)
     stored = span._replace(checkpoint_chunks=plan.checkpoint_chunks)

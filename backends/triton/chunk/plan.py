@@ -135,9 +135,10 @@ def _divides_forward(problem: Problem, device: DeviceSpec) -> bool:
     return not problem.packed and problem.V <= 64 and (problem.dplr or not problem.delta)
 
 
-def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: bool) -> Plan:
+def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: bool, divided: bool = False) -> Plan:
     """Decide which kernels run, and list their launches.
 
+    Args: divided: whether a sequence that is not longer than a segment is one, instead of having none.
     Raises: ConfigError if the config asks for a kernel that does not take the problem.
     """
     kernels = {phase: _chosen(phase, problem, device, config) for phase in PHASES}
@@ -146,7 +147,7 @@ def make_plan(problem: Problem, device: DeviceSpec, config: LaunchConfig, grad: 
     if not grad:
         kernels = {phase: kernels[phase] for phase in ("prepare", "scan")}
     chunks = cdiv(problem.T, config.chunk)
-    segment_chunks = config.segment_chunks if config.segment_chunks and chunks > config.segment_chunks else 0
+    segment_chunks = config.segment_chunks if divided or chunks > config.segment_chunks else 0
     forward_segment_chunks = segment_chunks if _divides_forward(problem, device) else 0
     plan = Plan(
         problem, config, kernels, (),
