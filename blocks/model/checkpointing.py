@@ -33,9 +33,15 @@ def run_layer(layer: Callable[..., Any], checkpointing: Checkpointing, *argument
     if checkpointing == "none" or not torch.is_grad_enabled():
         return layer(*arguments)
     contexts: dict[str, Any] = {}
-    if checkpointing == "selective":
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    policy = _policy if checkpointing == "selective" else _recompute_all if torch.compiler.is_compiling() else None
+    if policy is not None:
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(layer, *arguments, use_reentrant=False, **contexts)
+
+
+def _recompute_all(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Mark every operator. A graph of torch 2.11 without marks saves the results of each torch.autograd.Function."""
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:

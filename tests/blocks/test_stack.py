@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.backends.io.errors import ConfigError, DeviceError, DtypeError, ShapeError, StateError, ValueRangeError
-from deltazoo.blocks.model.checkpointing import _policy
+from deltazoo.blocks.model.checkpointing import _policy, run_layer
 from deltazoo.blocks.model.compilation import compile_layers
 from deltazoo.blocks.model.stack import LanguageModel, StackState
 from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
@@ -199,6 +199,31 @@ def test_compiled_layers_with_selective_checkpointing_save_less():
     for gradients in (results["selective"], results["full"]):
         for actual, expected in zip(gradients, results["none"], strict=True):
             assert_close(actual, expected)
+
+
+@pytest.mark.graphs
+def test_a_compiled_layer_with_full_checkpointing_saves_no_result_of_a_function():
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x @ x  # a product, which a graph recomputes only where it is marked
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    def layer(x, weight):
+        return run_layer(lambda x: Squared.apply((x @ weight).sin()).sin(), "full", x)
+
+    saved = []
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)(x, weight)
+    assert sorted(saved) == [(4, 8), (8, 4)]
 
 
 @pytest.mark.parametrize("pattern", ["rwkv7", "gated_deltanet + rwkv7", "rwkv7@[1,2] else gated_deltanet"])
