@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from fsdp_rank import batch_of, build_model, expected_gradients, run_fsdp_rank
 from gpu_rank import run_gpu_rank
 from ranks import Case, errors_of, random_case, worst_errors
 from small_configs import WIDTH, ZOO, small
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deltazoo.backends.compile import CompileBackend
@@ -18,6 +20,8 @@ from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segment
 from deltazoo.backends.io.errors import OperandError, ShapeError, UnsupportedError, ValueRangeError
 from deltazoo.blocks.parallel.context import ContextParallel, Layout
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.parts.attention import split_attention
+from deltazoo.mixers.parts.attention.split_attention import attend_line
 
 EXACT = 1e-10
 REFUSED = (
@@ -102,6 +106,36 @@ def test_plan_of_a_document_across_three_pieces() -> None:
     assert plans[0].joins.tolist() == [False, True, False]
     assert [plan.distance.tolist() for plan in plans] == [[[-1, -1, -1]], [[0, -1, -1]], [[5, 0, -1]]]
     assert plans[2].positions.tolist() == [[7, 8, 9, 10, 0, 1]]
+
+
+def test_flash_attention_writes_the_gradients_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *lengths: int, scale: float, window_size: object
+    ) -> Tensor:
+        """Attend to all keys, with the gradients of flash attention: those of keys in no sequence are not written."""
+        in_sequence = torch.zeros(len(k), 1, 1).index_fill(0, torch.arange(int(cu_k[0]), int(cu_k[-1])), 1)
+        k, v = (x * 1 for x in (k, v))
+        for x in (k, v):
+            x.register_hook(lambda grad: torch.where(in_sequence > 0, grad, torch.nan))
+        outputs = [q[:0]]
+        for n in range(len(cu_q) - 1):
+            spans = (cu_q[n : n + 2], cu_k[n : n + 2], cu_k[n : n + 2])
+            q_n, k_n, v_n = (x[a:b].transpose(0, 1) for x, (a, b) in zip((q, k, v), spans, strict=True))
+            visible = torch.ones(q_n.shape[1], k_n.shape[1]).tril(k_n.shape[1] - q_n.shape[1]) > 0
+            outputs.append(F.scaled_dot_product_attention(q_n, k_n, v_n, visible, scale=scale).transpose(0, 1))
+        return torch.cat(outputs)
+
+    plan = make_plan([0, 3, 4, 10], Cut((0, 5, 7, 10), (0, 1, 1)), 1, 2, "", 1, "cpu")
+    q, k, v = (torch.randn(1, n, 1, 4, requires_grad=True) for n in (5, 10, 10))
+    expected = attend_line(q, k, v, 0.5, None, plan)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(split_attention, "has_flash_attention", lambda q, v: True)
+    actual = attend_line(q, k, v, 0.5, None, plan)
+    torch.testing.assert_close(actual, expected)
+    weight = torch.randn_like(actual)
+    gradients = (torch.autograd.grad((o * weight).sum(), (q, k, v)) for o in (actual, expected))
+    for given, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(given, right)
 
 
 def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:

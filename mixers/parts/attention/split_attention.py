@@ -10,6 +10,7 @@ W window
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.carry import previous_tokens
@@ -95,7 +96,11 @@ def _visible_in_line(window: int | None, plan: ContextPlan) -> Tensor:
 def _flash_attend_line(
     q: Tensor, k_line: Tensor, v_line: Tensor, scale: float, window: int | None, plan: ContextPlan
 ) -> Tensor:
-    """Call torch's varlen_attn for each local piece, whose queries are the last tokens of their keys."""
+    """Call torch's varlen_attn for each local piece, whose queries are the last tokens of their keys.
+
+    The keys before the piece's first document are a sequence without queries: only the gradients of keys that belong to
+    a sequence are written.
+    """
     from torch.nn.attention.varlen import varlen_attn  # imports Triton
 
     groups = q.shape[2] // k_line.shape[2]
@@ -105,8 +110,7 @@ def _flash_attend_line(
     for p, (g, q_p) in enumerate(zip(plan.local, q[0].split(plan.local_sizes), strict=True)):
         k, v = (x[0, : ends[g]].repeat_interleave(groups, 1) for x in (k_line, v_line))
         bounds = plan.cu_seqlens[p * plan.segments : (p + 1) * plan.segments + 1]
-        bounds = bounds - bounds[:1]
-        keys = plan.key_bounds[p].int()
+        bounds, keys = (F.pad(x, (1, 0)) for x in (bounds - bounds[:1], plan.key_bounds[p].int()))
         o = varlen_attn(
             q_p.contiguous(), k, v, bounds, keys, max(q_p.shape[0], 1), ends[g], scale=scale, window_size=(before, 0)
         )
