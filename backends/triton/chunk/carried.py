@@ -19,7 +19,7 @@ from deltazoo.backends.triton import problem as problems
 from deltazoo.backends.triton.chunk.heuristic import SMALLEST_SEGMENT, segments_fit
 from deltazoo.backends.triton.chunk.plan import KernelLaunch, Plan, launches_of, make_plan
 from deltazoo.backends.triton.chunk.registry import CHUNK, COMBINE, SEGMENT_ENDS, SEGMENT_GRADIENTS
-from deltazoo.backends.triton.config import parse
+from deltazoo.backends.triton.config import Launch, parse
 from deltazoo.backends.triton.operands import Prepared, ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
 from deltazoo.backends.triton.runtime import table
@@ -37,10 +37,13 @@ def _per_row_of_total(problem: Problem, span: Span, tiles: Tiles) -> int:
     return int(problem.N * problem.HV * cdiv(problem.V + problem.K, tiles.values))
 
 
-# Narrower tiles than those of an ordinary update: the maps of the other ranks make the loop longer.
-_COMBINE = COMBINE._replace(
-    tiles=lambda problem, launch: Tiles(values=value_tile(32, problem.V)), options=fixed_options(warps=8)
-)
+def _combined_values(problem: Problem, launch: Launch | None) -> Tiles:
+    """Return narrower tiles than those of an ordinary update: the maps of the other ranks make the loop longer."""
+    return Tiles(values=value_tile(16 if key_tiles(problem.K)[1] else 32, problem.V))
+
+
+# Without the limit of registers ptxas takes 32 for two key tiles, and spills 37 KB per thread.
+_COMBINE = COMBINE._replace(tiles=_combined_values, options=fixed_options(warps=8, registers=255))
 _TOTAL = _COMBINE._replace(programs=_per_row_of_total)
 
 
