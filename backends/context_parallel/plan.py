@@ -38,6 +38,7 @@ class ContextPlan(NamedTuple):
         document_lengths: [D] int64.
         is_head, is_outer: [N] int32, 1 for the first segments of pieces, and for the first and last ones.
         gathers: whether mixers that cannot split their tokens run on those of all ranks, on every rank.
+        symmetric: whether the triton backend exchanges summaries by a kernel of its own (triton/gather/op.py).
         key_bounds: [P, S + 1] int64, index in the line of the first token of each segment's document, then the end of
             the piece.
     """
@@ -65,6 +66,7 @@ class ContextPlan(NamedTuple):
     is_head: Tensor
     is_outer: Tensor
     gathers: bool = False
+    symmetric: bool = False
 
     @property
     def segments(self) -> int:
@@ -80,7 +82,7 @@ class ContextPlan(NamedTuple):
     def links(self) -> "Links":
         """What combines the summaries of pieces."""
         return Links(
-            self.group, self.ranks, self.segments,
+            self.group, self.ranks, self.symmetric, self.segments,
             self.tails, self.before, self.after, self.is_head, self.is_outer,
         )  # fmt: skip
 
@@ -100,6 +102,7 @@ class Links(NamedTuple):
 
     group: str
     ranks: int
+    symmetric: bool
     segments: int
     tails: Tensor
     before: Tensor

@@ -77,16 +77,22 @@ class ContextParallel:
             gives all ranks equal work in causal softmax attention.
         gather: run mixers that cannot split their tokens (`Mixer.split_refusal`) on those of all ranks, on every rank:
             exact, with n times the work. False: they raise UnsupportedError.
+        symmetric: exchange the summaries of updates by a kernel that reads the memory of the other GPUs, instead of
+            NCCL, in the triton backend: for GPUs of one host with NVLink. See docs/context-parallel.md.
     Raises: OperandError.
     """
 
-    def __init__(self, mesh: DeviceMesh, layout: Layout = "contiguous", gather: bool = False) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, layout: Layout = "contiguous", gather: bool = False, symmetric: bool = False
+    ) -> None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             got = f"{mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
             raise OperandError(f"mesh must be a DeviceMesh of one dimension, such as mesh['context'], got {got}")
         if layout not in get_args(Layout):
             raise OperandError(f"layout must be one of {', '.join(map(repr, get_args(Layout)))}, got {layout!r}")
-        self.mesh, self.layout, self.gather = mesh, layout, gather
+        if symmetric and mesh.device_type != "cuda":
+            raise OperandError(f"symmetric needs a mesh of CUDA devices, got {mesh.device_type!r}")
+        self.mesh, self.layout, self.gather, self.symmetric = mesh, layout, gather, symmetric
 
     def plan(
         self,
@@ -130,7 +136,7 @@ class ContextParallel:
             raise ValueRangeError(f"segments must be at least {needed} for this batch, got {segments}")
         group = self.mesh.get_group().group_name
         plan = make_plan(documents, cut, rank, ranks, group, segments or needed, self._device())
-        return ContextBatch(plan._replace(gathers=self.gather), (B, T))
+        return ContextBatch(plan._replace(gathers=self.gather, symmetric=self.symmetric), (B, T))
 
     def _device(self) -> torch.device:
         kind = self.mesh.device_type

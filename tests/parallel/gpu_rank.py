@@ -44,12 +44,13 @@ def _run(mixer: torch.nn.Module, x: torch.Tensor, d_y: torch.Tensor, context: Co
     return [y.detach(), *(gradient.contiguous() for gradient in gradients)]
 
 
-def run_gpu_rank(rank: int, ranks: int, layout: Layout, folder: str) -> None:
+def run_gpu_rank(rank: int, ranks: int, layout: Layout, symmetric: bool, folder: str) -> None:
     """Save the largest errors of each mixer on this rank."""
     torch.cuda.set_device(rank)
     store = f"file://{folder}/store"
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    parallel = ContextParallel(init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",)), layout)
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",))
+    parallel = ContextParallel(mesh, layout, symmetric=symmetric)
     torch.save({str(config): errors_of(config, parallel) for config in MIXERS}, f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # threads of NCCL may outlast the interpreter

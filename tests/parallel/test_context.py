@@ -150,6 +150,8 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
         parallel.plan(2, 3).shard(torch.zeros(3, 2))
     with pytest.raises(OperandError, match="layout must be one of 'contiguous', 'zigzag', got 'ring'"):
         ContextParallel(mesh, "ring")  # type: ignore[arg-type]
+    with pytest.raises(OperandError, match="symmetric needs a mesh of CUDA devices, got 'cpu'"):
+        ContextParallel(mesh, symmetric=True)
     context = parallel.plan(1, 6).context
     mixer = ZOO["gated_deltanet"].build(WIDTH, backend="reference")
     with pytest.raises(ShapeError, match=r"context.parallel needs the \[1, 6\] tokens of this rank .* \[1, 5, 24\]"):
@@ -159,11 +161,17 @@ def test_wrong_batches_are_refused(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (2, "zigzag"), (4, "zigzag")])
-def test_gpus_equal_one_gpu(ranks: int, layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "layout", "symmetric"),
+    [
+        (1, "zigzag", False), (2, "contiguous", False), (2, "zigzag", True), (4, "zigzag", False),
+        (4, "contiguous", True),
+    ],
+)  # fmt: skip
+def test_gpus_equal_one_gpu(ranks: int, layout: Layout, symmetric: bool, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    mp.spawn(run_gpu_rank, (ranks, layout, str(tmp_path)), nprocs=ranks)
+    mp.spawn(run_gpu_rank, (ranks, layout, symmetric, str(tmp_path)), nprocs=ranks)
     for rank in range(ranks):
         errors = torch.load(tmp_path / f"{rank}.pt")
         assert not {name: e for name, e in errors.items() if not max(e) < 2e-2}, errors

@@ -12,6 +12,7 @@ from deltazoo.backends.context_parallel.exchange import begin_gather, end_gather
 from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.triton.gather.op import begin_symmetric_gather
 from deltazoo.backends.triton.operands import (
     CarriedBackwardCall,
     CarriedCall,
@@ -219,7 +220,7 @@ class _CarriedScan(torch.autograd.Function):
         operands, kind, links = _split(arguments)
         prepared, ends, total = _summary_op(*operands, *kind, links.is_outer)
         own = total if links.segments == 1 else total.index_select(0, links.tails)
-        pieces = end_gather(begin_gather(own, links))
+        pieces = end_gather(_begin_gather(own, links, beside=False))
         o, final, state, checkpoints = _scan_op(*operands, *kind, prepared, ends, pieces, links.before)
         return o, final, state, prepared, checkpoints, ends, pieces
 
@@ -240,7 +241,7 @@ class _CarriedScan(torch.autograd.Function):
         links = Links(*ctx.links, *links)
         d_o = torch.zeros_like(operands.v) if d_o is None else d_o.contiguous()
         total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, links.is_head, d_o, d_final)
-        pending = begin_gather(total[:: links.segments], links)
+        pending = _begin_gather(total[:: links.segments], links, beside=True)
         recomputed = _recompute_op(*operands, *kind, prepared, checkpoints)  # while the ranks exchange
         d_pieces = end_gather(pending)
         exchanged = ends, d_ends, pieces, d_pieces, links.after
@@ -249,6 +250,13 @@ class _CarriedScan(torch.autograd.Function):
         grads.append(None)  # of cu_seqlens
         needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
         return *needed, *(None for _ in kind), *(None for _ in links)
+
+
+def _begin_gather(x: Tensor, links: Links, beside: bool) -> Tensor:
+    """Start to gather tensors of equal shape along dimension 0. Args: beside: while other kernels run."""
+    if links.symmetric:
+        return begin_symmetric_gather(x, links.ranks, links.group, beside)
+    return begin_gather(x, links)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[ScanOperands, ScanKind, Links]:

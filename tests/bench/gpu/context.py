@@ -2,6 +2,7 @@
 
     --updates WORK,...   updates of WORKS, the whole on one GPU and split over all: captured in CUDA graphs, and split
                          also queued from eager code; efficiency is the time of one GPU divided by n times that of n
+    --symmetric          exchange summaries by a kernel that reads the memory of the other GPUs, instead of NCCL
     --pairs              with --updates: split over the two GPUs of each pair
     --steps PRESET,...   forward and backward of models in bfloat16, layers compiled and recomputed: a row of 32,768
                          tokens for each GPU, over all of them, against rows of equal parts of it, one on each
@@ -367,7 +368,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=lambda x: x.split(","), default=[])
     parser.add_argument("--longest", nargs=2)
     parser.add_argument("--alone", type=int, default=0)
-    for name in ("pairs", "profile", "tiny"):
+    for name in ("symmetric", "pairs", "profile", "tiny"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
@@ -397,7 +398,7 @@ def main() -> None:
     mesh = init_device_mesh(kind, (size,), mesh_dim_names=("context",))
     if chosen.pairs:
         mesh = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("data", "context"))["context"]
-    run = Run(ContextParallel(mesh), mesh, chosen.tiny, chosen.profile)
+    run = Run(ContextParallel(mesh, symmetric=chosen.symmetric), mesh, chosen.tiny, chosen.profile)
     for name in chosen.updates:
         report(lambda name=name: measure(name, run))
     for name in chosen.steps:
