@@ -1,6 +1,5 @@
 """Dispatch: choose the backend that computes an update or a short convolution."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,17 +15,22 @@ from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend, Draft, UpdateInputs, UpdateMeta, UpdateOutput, without_autocast
 from deltazoo.backends.update.check import check, check_commit, check_fused_decode, check_step, check_verify
+from deltazoo.backends.update.refusals import (
+    Refusal,
+    diverse_metas,
+    log_common_refusals,
+    log_refusals,
+    no_backend,
+    sentences,
+)
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.watch import is_watched, record_call
 
 Candidates = dict[str, tuple[Backend, ...]]  # device type -> backends in order of preference; "" is any other device
-Refusal = tuple[Backend, list[str]]
 
-_log = logging.getLogger("deltazoo")
 # Choices of the active `use_backend` blocks, innermost last. A plain list, because torch.compile cannot trace a
 # ContextVar. Each choice is a tuple, so that its block can find it again by identity.
 _overrides: list[tuple[str | Backend]] = []
-_logged: set[str] = set()  # each message once per process: every layer of a model binds its spec
 
 
 class BoundUpdate:
@@ -196,21 +200,22 @@ class BoundUpdate:
             reasons = backend.unsupported(self.spec, meta)
             if not reasons:
                 if refusals and self.requested is None and not torch.compiler.is_compiling():
-                    _log_refusals(self.spec, meta.device, refusals, backend)
+                    log_refusals(self.spec, meta.device, refusals, backend)
                 return backend
             refusals.append((backend, reasons))
         if self.requested is not None:
             ((backend, reasons),) = refusals
-            sentences = " ".join(_sentences(reasons))
-            raise UnsupportedError(f"backend {backend.name!r} cannot compute this update: {sentences}")
-        raise UnsupportedError(_no_backend(self.spec, meta, refusals))
+            raise UnsupportedError(
+                f"backend {backend.name!r} cannot compute this update: {' '.join(sentences(reasons))}"
+            )
+        raise UnsupportedError(no_backend(self.spec, meta, refusals))
 
     def _recorded(self, call: str, meta: UpdateMeta) -> Backend:
         """Return the backend for a call, and record it with the reasons against the first candidate."""
         backend, reason = self.backend_for(meta), ""
         preferred = self.candidates(meta.device)[0]
         if preferred is not backend and not torch.compiler.is_compiling() and is_watched():
-            reason = " ".join(_sentences(preferred.unsupported(self.spec, meta)))
+            reason = " ".join(sentences(preferred.unsupported(self.spec, meta)))
         record_call(backend.name, call, reason)
         return backend
 
@@ -302,11 +307,12 @@ def bind(spec: UpdateSpec, backend: str | Backend | None = None, meta: UpdateMet
         if meta is not None:
             bound.backend_for(meta)
     elif meta is not None:
-        _log_common_refusals(bound, [meta])
+        log_common_refusals(spec, bound.candidates(meta.device), [meta])
     else:
         for device in registry.DEFAULT_ORDER:
             if not device or torch.get_device_module(device).is_available():
-                _log_common_refusals(bound, _diverse_metas(device or "cpu"))
+                name = device or "cpu"
+                log_common_refusals(spec, bound.candidates(name), diverse_metas(name))
     return bound
 
 
@@ -365,47 +371,3 @@ def _bound_conv(parts: tuple[ConvPart, ...], requested: str | Backend | None) ->
 
 def _candidate_names(candidates: Candidates) -> dict[str, list[str]]:
     return {device or "other": [backend.name for backend in backends] for device, backends in candidates.items()}
-
-
-def _diverse_metas(device: str) -> list[UpdateMeta]:
-    """Metas that differ in everything but the device: a reason given for all of them concerns the spec."""
-    return [
-        UpdateMeta(device, torch.float32, H=1, HV=1, K=64, V=64),
-        UpdateMeta(device, torch.bfloat16, H=2, HV=4, K=128, V=256, packed=True, grad=True, decay_channels=True),
-        UpdateMeta(device, torch.float16, H=4, HV=4, K=256, V=128, grad=True, decay_channels=True),
-        UpdateMeta(device, torch.float64, H=3, HV=9, K=16, V=512, packed=True),
-    ]
-
-
-def _log_common_refusals(bound: BoundUpdate, metas: Sequence[UpdateMeta]) -> None:
-    """Log the candidates that refuse all metas (of one device) for a common reason, up to the first that does not."""
-    refusals: list[Refusal] = []
-    for backend in bound.candidates(metas[0].device):
-        first, *others = (_sentences(backend.unsupported(bound.spec, meta)) for meta in metas)
-        common = [reason for reason in first if all(reason in other for other in others)]
-        if not common:
-            _log_refusals(bound.spec, metas[0].device, refusals, backend)
-            return
-        refusals.append((backend, common))
-
-
-def _sentences(reasons: list[str] | str) -> list[str]:
-    """The reasons as a list, also if a plug-in returned one text."""
-    return [reasons] if isinstance(reasons, str) else reasons
-
-
-def _log_refusals(spec: UpdateSpec, device: str, refusals: Sequence[Refusal], chosen: Backend) -> None:
-    for backend, reasons in refusals:
-        message = (
-            f"backend {backend.name!r} cannot run this spec on {device}: {' '.join(_sentences(reasons)).rstrip('.')}; "
-            f"using {chosen.name!r} ({spec!r})"
-        )
-        if message not in _logged:
-            _logged.add(message)
-            _log.warning("%s", message)
-
-
-def _no_backend(spec: UpdateSpec, meta: UpdateMeta, refusals: Sequence[Refusal]) -> str:
-    fields = ", ".join(f"{name}={value!r}" for name, value in spec.changed_fields().items())
-    lines = [f"  {backend.name}: {' '.join(_sentences(reasons))}" for backend, reasons in refusals]
-    return "\n".join([f"no backend supports UpdateSpec({fields}) on {meta}:", *lines])

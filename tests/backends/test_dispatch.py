@@ -18,7 +18,7 @@ from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.conformance.cases import Case, draw
 from deltazoo.backends.io.errors import ConfigError, PluginError, UnknownNameError, UnsupportedError
 from deltazoo.backends.measure.shapes import SHAPES, Shape
-from deltazoo.backends.update import dispatch, registry
+from deltazoo.backends.update import refusals, registry
 from deltazoo.backends.update.reference import ReferenceBackend
 
 GDN = UpdateSpec(decay="head", beta="head")
@@ -66,7 +66,7 @@ def install(monkeypatch, *backends: Backend, order: tuple[str, ...]) -> None:
     monkeypatch.setattr(registry, "_loaded", SimpleNamespace(**by_name))
     monkeypatch.setattr(registry, "DEFAULT_ORDER", {"": order})
     monkeypatch.setattr(registry, "names", lambda group: sorted(by_name))
-    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(refusals, "_logged", set())
 
 
 def test_named_backend_runs(inputs):
