@@ -200,9 +200,13 @@ def test_packed_window_takes_memory_linear_in_time() -> None:
 
 
 def exact_varlen_attn(q, k, v, bounds, bounds_k, longest, longest_k, *, scale, window_size):
-    """torch's varlen_attn in float64, sequence by sequence."""
+    """torch's varlen_attn in float64, sequence by sequence. It writes no gradient of keys that belong to none."""
     assert bounds.dtype == bounds_k.dtype == torch.int32
     assert window_size[1] == 0
+    k, v = k * 1, v * 1
+    for x in (k, v):
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.index_fill(0, torch.arange(bounds_k[-1], len(grad)), torch.nan))
     pieces = []
     pairs = zip(itertools.pairwise(bounds.tolist()), itertools.pairwise(bounds_k.tolist()), strict=True)
     for (begin, end), (begin_k, end_k) in pairs:
@@ -252,10 +256,14 @@ def test_flash_attention_of_packs_reads_the_filled_slots_of_a_cache(window, on_g
     cache = KVCache(past_k, past_v, torch.tensor([0, 3, window or 9, 13 if window else 4], device=device))
     cu_seqlens = torch.tensor([0, 6, 7, 7, 17], dtype=torch.int32, device=device)
     wide = KVCache(past_k.double(), past_v.double(), cache.position)
-    expected = softmax_attention.attend_packed(q.double(), k.double(), v.double(), 0.3, window, wide, cu_seqlens)
-    if not on_gpu:
-        monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", exact_varlen_attn)
-        monkeypatch.setattr(softmax_attention, "has_flash_attention", lambda q, v: True)
-    actual = softmax_attention.attend_packed(q, k, v, 0.3, window, cache, cu_seqlens)
-    error = (actual.double() - expected).norm() / expected.norm()
-    assert error <= (1e-2 if on_gpu else 1e-12), error
+    results = []
+    for operands, past in (([x.double() for x in (q, k, v)], wide), ((q, k, v), cache)):
+        leaves = [x.requires_grad_() for x in operands]
+        o = softmax_attention.attend_packed(*leaves, 0.3, window, past, cu_seqlens)
+        results.append((o, *torch.autograd.grad(o.square().sum(), leaves)))
+        if not on_gpu:
+            monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", exact_varlen_attn)
+            monkeypatch.setattr(softmax_attention, "has_flash_attention", lambda q, v: True)
+    for expected, actual in zip(*results, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error <= (1e-2 if on_gpu else 1e-12), error

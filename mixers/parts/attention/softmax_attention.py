@@ -218,6 +218,9 @@ def packed_keys(k: Tensor, v: Tensor, cache: KVCache, cu_seqlens: Tensor) -> tup
         torch.cat([old.flatten(0, 1).to(new.dtype), new[0]]).index_select(0, source_J)[None]
         for old, new in ((cache.k, k), (cache.v, v))
     )
+    if torch.is_grad_enabled():  # flash attention writes no gradient of keys that belong to no sequence
+        outside_J = (key_J >= T + before_N1[-1])[None, :, None, None]
+        keys, values = keys.masked_fill(outside_J, 0), values.masked_fill(outside_J, 0)
     return keys, values, torch.cat([bounds, (T + before_N1[-1:])]).int()
 
 
