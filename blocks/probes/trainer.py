@@ -64,7 +64,7 @@ class Trainer:
             schedule=ScheduleConfig(warmup=int(_WARMUP * task.steps), final=0.0),
         )
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.optimizer = Optimizer(model, self.config.optimizer, sharded=False)
+        self.optimizer = Optimizer(model, self.config.optimizer, sharded=False, captured=True)
         self.loss = torch.zeros((), device=self.device)
         self.drawn: _Drawn | None = None
         self.graph: torch.cuda.CUDAGraph | None = None

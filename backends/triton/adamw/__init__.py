@@ -1,0 +1,1 @@
+"""The update of weights by AdamW. Only training calls it, outside compiled graphs."""
