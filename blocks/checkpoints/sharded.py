@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from deltazoo.backends.io.errors import ConfigError, file_errors
+from deltazoo.blocks.checkpoints.staging import Staging
 from deltazoo.blocks.parallel.ranks import Ranks
 
 CHECKPOINTS, STATE = "checkpoints", "state.json"
@@ -83,13 +83,15 @@ def saved_steps(run: Path) -> list[int]:
 class Writer:
     """Write checkpoints, one at a time, in a thread of its own if `background`.
 
-    `save` copies the tensors to main memory, and returns. Its copies are kept for the next checkpoint. An error of the
-    thread is raised by the next call of `save` or `finish`, on every process.
+    `save` copies the tensors to main memory, and returns. An error of the thread is raised by the next call of `save`
+    or `finish`, on every process.
+
+    Attributes: staging: the copies, which are kept for the next checkpoint.
     """
 
     def __init__(self, run: Path, ranks: Ranks, background: bool) -> None:
         self.run, self.ranks, self.background = run, ranks, background
-        self._copies: dict[str, Tensor] = {}
+        self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
 
@@ -104,7 +106,7 @@ class Writer:
             stay.
         """
         self.finish()
-        copies = self._staged(tensors)
+        copies = self.staging.copy(tensors)
         if not self.background:
             self._write(step, copies, state, keep)
             self.finish()
@@ -133,22 +135,10 @@ class Writer:
                 self.finish()
             raise
 
-    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to main memory; the copies of a GPU's tensors are pinned, and used again."""
-        staged: dict[str, Tensor] = {}
-        on_gpu = False
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
-                copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-                self._copies[name] = copy
-            on_gpu |= local.is_cuda
-            copy.copy_(local.detach(), non_blocking=local.is_cuda)
-            staged[name] = copy if not isinstance(tensor, DTensor) else _as_sharded(copy, tensor)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return staged
+    def close(self) -> None:
+        """Unpin the memory, unless a checkpoint is still being written, perhaps because another process is gone."""
+        if self._thread is None:
+            self.staging.release()
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], keep: Callable[[list[int]], set[int]]
@@ -215,15 +205,6 @@ class Writer:
         values: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(values, value, group=self.ranks.writers)
         return values
-
-
-def _as_sharded(copy: Tensor, like: DTensor) -> Tensor:
-    """Return a copy in main memory as the part of a whole tensor.
-
-    `DTensor.from_local` would move it to the device of the mesh. The constructor and `_spec` are internals of torch,
-    here of 2.11 to 2.13; the public `DTensor.cpu` copies to memory that is not pinned.
-    """
-    return DTensor(copy, like._spec, requires_grad=False)
 
 
 def _prepare(part: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
@@ -164,18 +164,6 @@ class Run:
 
         self.ranks.first(write)
 
-    def log_changes(self, changed: Mapping[str, tuple[Any, Any]], requested: Mapping[str, Any]) -> None:
-        """Log and keep the settings that differ from those of the run, including edits of train.yaml."""
-        for name, (old, new) in changed.items():
-            change = Change(step=self.step, time=now(), setting=name, old=old, new=new)
-            self.changes.append(change)
-            if not self.ranks.is_first:
-                continue
-            if name in requested:
-                _log.info("%s", change.line())
-            else:
-                _log.warning("%s, as in %s", change.line(), checkpoint.SETTINGS)
-
     def restore(self, loaded: Loaded) -> None:
         """Load everything that a checkpoint holds, on any number of processes."""
         state = loaded.state
@@ -277,7 +265,10 @@ class Run:
         pending = self._guarded(lambda: self.stepper.take(batches, self.source.dense, rate, stop, self._beat))
         self.step += 1
         self._pending.append(pending)
-        self._read_figures(1 if self.device.type == "cuda" else 0)
+        first = self.first_step_s is None
+        self._read_figures(1 if self.device.type == "cuda" and not first else 0)
+        if first and self.writer is not None:
+            self.writer.staging.reserve(self._tensors())  # this step has created the state of the optimizer
 
     def _beat(self, state: str) -> None:
         self.watchdog.beat(f"{state} of step {self.step + 1}")

@@ -35,7 +35,7 @@ from deltazoo.blocks.training.preparation import (
     run_device,
     warnings_of_rank,
 )
-from deltazoo.blocks.training.records import Point, Training, in_order
+from deltazoo.blocks.training.records import Change, Point, Training, in_order, now
 from deltazoo.blocks.training.rules import differences, refused
 from deltazoo.blocks.training.run import Run
 from deltazoo.blocks.training.source import open_source, source_of_run
@@ -167,7 +167,7 @@ def resume(
         run = Run(spec, model, source, config, ranks, folder)
         run.started = started
         run.restore(loaded)
-        run.log_changes(changed, changes)
+        _log_changes(run, changed, changes)
 
         def write() -> None:
             checkpoint.write_settings(folder, run.settings)
@@ -175,6 +175,17 @@ def resume(
 
         ranks.first(write)
         return _trained(run, until, progress or ProgressLines(), on_point)
+
+
+def _log_changes(run: Run, changed: Mapping[str, tuple[Any, Any]], requested: Mapping[str, Any]) -> None:
+    """Log and keep the settings that differ from those of the run, including edits of train.yaml."""
+    for name, (old, new) in changed.items():
+        change = Change(step=run.step, time=now(), setting=name, old=old, new=new)
+        run.changes.append(change)
+        if run.ranks.is_first and name in requested:
+            _log.info("%s", change.line())
+        elif run.ranks.is_first:
+            _log.warning("%s, as in %s", change.line(), checkpoint.SETTINGS)
 
 
 def _as_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -229,6 +240,8 @@ def _trained(
         training = run.train(until, progress or ProgressLines(), on_point)
     finally:
         run.source.close()
+        if run.writer is not None:
+            run.writer.close()
     if run.config.checkpoint.pretrained and run.folder is not None:
         run.save_pretrained()
     return training
