@@ -97,6 +97,7 @@ class Run:
         self._ahead: tuple[dict[str, Any], list[Rows]] | None = None  # the next step's rows, and the state before them
         self._stop = False
         self.started = time.perf_counter()  # of the call that this run belongs to
+        self.settle: Callable[[], None] = lambda: None  # called after the first step
         self.first_step_s: float | None = None
         self.stops_s: list[float] = []
         source.begin(config, self.place, None)
@@ -267,8 +268,10 @@ class Run:
         self._pending.append(pending)
         first = self.first_step_s is None
         self._read_figures(1 if self.device.type == "cuda" and not first else 0)
-        if first and self.writer is not None:
-            self.writer.staging.reserve(self._tensors())  # this step has created the state of the optimizer
+        if first:
+            self.settle()
+            if self.writer is not None:
+                self.writer.staging.reserve(self._tensors())  # this step has created the state of the optimizer
 
     def _beat(self, state: str) -> None:
         self.watchdog.beat(f"{state} of step {self.step + 1}")

@@ -12,6 +12,7 @@ import torch
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.progress import Progress, ProgressLines, silent
 from deltazoo.backends.torch_ext.allocation import sizes_in_memory_errors
+from deltazoo.backends.torch_ext.compiler_start import start_compiler
 from deltazoo.backends.update.check import check_type
 from deltazoo.blocks.checkpoints import folder as checkpoint
 from deltazoo.blocks.checkpoints.lock import only_process
@@ -24,6 +25,7 @@ from deltazoo.blocks.parallel.ranks import Ranks, joined
 from deltazoo.blocks.spec import document
 from deltazoo.blocks.spec import presets as presets_folder
 from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.blocks.training.collector import paused_collector
 from deltazoo.blocks.training.config import TrainConfig, parse_nested
 from deltazoo.blocks.training.nested import merged
 from deltazoo.blocks.training.preparation import (
@@ -104,11 +106,11 @@ def train(
     if until is not None and until < 1:
         raise ConfigError(f"until must be at least 1, got {until}")
     place = None if folder is None else Path(folder)
-    with _processes(config, place) as (ranks, device):
+    with _processes(config, place) as (ranks, device, settle):
         model = build_model(spec, config, device, ranks, pretrained)
         check_run(model, source, config, None)
         run = Run(spec, model, source, config, ranks, place)
-        run.started = started
+        run.started, run.settle = started, settle
         if place is not None:
 
             def create() -> None:
@@ -150,7 +152,7 @@ def resume(
     checkpoint.check_folder(folder)
     edited = document.read(folder / checkpoint.SETTINGS).get("train", {})  # checked below, with the checkpoint
     guess = merged(edited if isinstance(edited, Mapping) else {}, changes)
-    with _processes(_as_config(guess), folder) as (ranks, device):
+    with _processes(_as_config(guess), folder) as (ranks, device, settle):
         spec, settings, trained, loaded = _last_good(folder, trust, ranks)
         source = source_of_run(settings, text, folder / checkpoint.SETTINGS)
         config = parse_nested(TrainConfig, merged(settings.train.model_dump(), changes))
@@ -165,7 +167,7 @@ def resume(
         keep_origin(model, config)
         check_run(model, source, config, folder)
         run = Run(spec, model, source, config, ranks, folder)
-        run.started = started
+        run.started, run.settle = started, settle
         run.restore(loaded)
         _log_changes(run, changed, changes)
 
@@ -217,16 +219,22 @@ def _last_good(folder: Path, trust: bool, ranks: Ranks) -> checkpoint.Saved:
 
 
 @contextmanager
-def _processes(config: TrainConfig, folder: Path | None) -> Iterator[tuple[Ranks, torch.device]]:
-    """Join the other processes, and let rank 0 lock the folder."""
+def _processes(config: TrainConfig, folder: Path | None) -> Iterator[tuple[Ranks, torch.device, Callable[[], None]]]:
+    """Join the other processes, and let rank 0 lock the folder; yield also what `paused_collector` yields."""
     batch = config.batch
     device = run_device(config)
     sizes = {"batch": batch.micro_rows or batch.step_rows, "length": batch.length}
     joining = joined(device, config.parallel)
-    with joining as ranks, sizes_in_memory_errors(**sizes), warnings_of_rank(ranks), ExitStack() as stack:
+    with ExitStack() as stack:
+        settle = stack.enter_context(paused_collector())
+        if config.compile:
+            start_compiler(device)
+        ranks = stack.enter_context(joining)
+        stack.enter_context(sizes_in_memory_errors(**sizes))
+        stack.enter_context(warnings_of_rank(ranks))
         if folder is not None:
             ranks.first(lambda: stack.enter_context(only_process(folder)))
-        yield ranks, device
+        yield ranks, device, settle
 
 
 def _trained(
