@@ -3,9 +3,11 @@
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
@@ -13,9 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deltazoo.blocks.parallel.launch import NO_PROGRESS, launched_here
+from deltazoo.blocks.parallel.launch import LOST_CONNECTION, NO_PROGRESS, launched_here
 from deltazoo.blocks.parallel.ranks import Ranks
 
+_LOST = 5.0  # seconds, and times the longest recent time between beats, that a stopped process waits for others
 _ANSWER = 3.0  # seconds in which every process that still runs says where it is
 _DEPTH = 4  # innermost frames that are looked at: outer ones of DDP and FSDP2 are on the stack of a forward, too
 _WAITS = tuple(os.sep.join(("", "torch", *path)) for path in (("distributed", ""), ("autograd", "graph.py")))
@@ -24,7 +27,9 @@ _WAITS = tuple(os.sep.join(("", "torch", *path)) for path in (("distributed", ""
 class Watchdog:
     """A thread that ends the process if `beat` is not called for `timeout` seconds.
 
-    A process whose launcher has been killed sends itself SIGTERM: all processes then save, and end.
+    A process whose launcher has been killed sends itself SIGTERM: all processes then save, and end. After a SIGTERM,
+    which a launcher sends when a process has ended, the main thread may wait in NCCL for the lost process, and run no
+    handler: its process ends after `_LOST` seconds.
 
     A process whose main thread is in a collective waits for others. The sentence names those that do not wait, with the
     line of Python at which they are, and those whose watchdog does not answer.
@@ -38,29 +43,54 @@ class Watchdog:
         self._last, self._stopped = 0.0, threading.Event()
         self._main, self._parent = threading.get_ident(), os.getppid()
         self._store: Any = None
+        self._intervals: deque[float] = deque(maxlen=8)  # between the last beats
+        self._signals: tuple[socket.socket, socket.socket] | None = None  # Python's handler in C writes to the second
+        self._wakeup = -1
+        self._terminated: float | None = None
 
     def __enter__(self) -> "Watchdog":
         if self.ranks.size > 1:
             self._store = dist.distributed_c10d._get_default_store()
             self._last = time.monotonic()
+            with contextlib.suppress(ValueError):  # not the main thread
+                self._signals = socket.socketpair()
+                for end in self._signals:
+                    end.setblocking(False)
+                self._wakeup = signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._watch, daemon=True, name="deltazoo watchdog").start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
+        if self._signals is not None:
+            signal.set_wakeup_fd(self._wakeup)
 
     def beat(self, state: str) -> None:
         """Say that the process makes progress. Args: state: for the sentence, such as "in step 12"."""
         if self.ranks.size > 1:
-            self.state, self._last = state, time.monotonic()
+            now = time.monotonic()
+            self._intervals.append(now - self._last)
+            self.state, self._last = state, now
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self.timeout / 4)):
             if launched_here() and os.getppid() != self._parent:
                 self._parent = os.getppid()
                 os.kill(os.getpid(), signal.SIGTERM)
-            if time.monotonic() - self._last > self.timeout:
+            if self._terminated is None and self._received(signal.SIGTERM):
+                self._terminated = time.monotonic()
+            if self._terminated is not None:
+                limit = _LOST * max([1.0, *self._intervals])
+                if time.monotonic() - max(self._last, self._terminated) > limit and self._place()[1]:
+                    os._exit(LOST_CONNECTION)
+            elif time.monotonic() - self._last > self.timeout:
                 self._end()
+
+    def _received(self, signum: int) -> bool:
+        """Whether this process has received a signal since the last call, even if no handler has run."""
+        with contextlib.suppress(OSError):  # nothing to read
+            return self._signals is not None and signum in self._signals[0].recv(100)
+        return False
 
     def _end(self) -> None:
         place, waits = self._place()

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 import deltazoo
 from deltazoo.blocks.checkpoints.sharded import saved_steps, step_folder
 from deltazoo.blocks.parallel.config import ParallelConfig
+from deltazoo.blocks.parallel.launch import LOST_CONNECTION
 from deltazoo.blocks.parallel.ranks import check_sizes
 from deltazoo.cli import app
 
@@ -223,6 +226,36 @@ def test_a_truncated_checkpoint_and_changed_data_are_found_by_all_processes(
         text.write_text(before)
     assert ended.code == 2
     assert one_line(ended) == f"deltazoo: {text} has changed since the run was trained on it"
+
+
+_BLOCKED = """
+import signal, threading, time, torch.distributed as dist
+from deltazoo.blocks.parallel import watchdog
+from deltazoo.blocks.parallel.ranks import Ranks
+watchdog._LOST = 0.5
+dist.distributed_c10d._get_default_store = lambda: None
+signal.signal(signal.SIGTERM, lambda *_: None)
+
+def wait_for_figures():
+    threading.Event().wait({wait})
+
+with watchdog.Watchdog(Ranks(0, 2), 900, print, ({waiting!r},)):
+    print("ready", flush=True)
+    wait_for_figures()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "waiting", "code"),
+    [(30, "wait_for_figures", LOST_CONNECTION), (3, "another", 0)],
+    ids=["waits for others", "is busy"],
+)
+def test_a_process_that_waits_for_a_lost_one_ends_after_sigterm(wait: int, waiting: str, code: int) -> None:
+    script = _BLOCKED.format(wait=wait, waiting=waiting)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == code
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
