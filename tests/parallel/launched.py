@@ -29,6 +29,9 @@ QUICK = (
 )  # fmt: skip
 
 
+_NOTES = ("amdsmi", "parameters; weights, gradients and optimizer")  # the second: of a run on a GPU
+
+
 class Ended(NamedTuple):
     """How a command ended; err has no progress lines."""
 
@@ -59,7 +62,7 @@ def run(arguments: Sequence[str], fault: str = "", send: int | None = None) -> E
             process.send_signal(send)
         out, err = process.communicate(timeout=120)
     lines = [line for line in err.splitlines() if not line.startswith("training")]
-    return Ended(process.returncode, head + out, [line for line in lines if "amdsmi" not in line])
+    return Ended(process.returncode, head + out, [line for line in lines if not any(text in line for text in _NOTES)])
 
 
 def main() -> None:
