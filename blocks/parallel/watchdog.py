@@ -47,6 +47,7 @@ class Watchdog:
         self._signals: tuple[socket.socket, socket.socket] | None = None  # Python's handler in C writes to the second
         self._wakeup = -1
         self._terminated: float | None = None
+        self._agreed = False
 
     def __enter__(self) -> "Watchdog":
         if self.ranks.size > 1:
@@ -72,6 +73,10 @@ class Watchdog:
             self._intervals.append(now - self._last)
             self.state, self._last = state, now
 
+    def agree(self) -> None:
+        """Say that all processes run and have agreed to stop: they may wait for each other while they write."""
+        self._agreed = True
+
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self.timeout / 4)):
             if launched_here() and os.getppid() != self._parent:
@@ -79,7 +84,7 @@ class Watchdog:
                 os.kill(os.getpid(), signal.SIGTERM)
             if self._terminated is None and self._received(signal.SIGTERM):
                 self._terminated = time.monotonic()
-            if self._terminated is not None:
+            if self._terminated is not None and not self._agreed:
                 limit = _LOST * max([1.0, *self._intervals])
                 if time.monotonic() - max(self._last, self._terminated) > limit and self._place()[1]:
                     os._exit(LOST_CONNECTION)

@@ -132,6 +132,7 @@ class Run:
                     self._save()
                 progress("training", self.step, last, self._note())
             interrupts.deferred = False
+            self.watchdog.agree()
             if self._stop:
                 raise KeyboardInterrupt
             if self.writer is not None:

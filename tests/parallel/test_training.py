@@ -239,19 +239,27 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 def wait_for_figures():
     threading.Event().wait({wait})
 
-with watchdog.Watchdog(Ranks(0, 2), 900, print, ({waiting!r},)):
+with watchdog.Watchdog(Ranks(0, 2), 900, print, ({waiting!r},)) as dog:
+    if {agreed}:
+        dog.agree()
     print("ready", flush=True)
     wait_for_figures()
 """
 
 
 @pytest.mark.parametrize(
-    ("wait", "waiting", "code"),
-    [(30, "wait_for_figures", LOST_CONNECTION), (3, "another", 0)],
-    ids=["waits for others", "is busy"],
+    ("wait", "waiting", "agreed", "code"),
+    [
+        (30, "wait_for_figures", False, LOST_CONNECTION),
+        (3, "another", False, 0),
+        (3, "wait_for_figures", True, 0),
+    ],
+    ids=["waits for others", "is busy", "waits while others write"],
 )
-def test_a_process_that_waits_for_a_lost_one_ends_after_sigterm(wait: int, waiting: str, code: int) -> None:
-    script = _BLOCKED.format(wait=wait, waiting=waiting)
+def test_a_process_that_waits_for_a_lost_one_ends_after_sigterm(
+    wait: int, waiting: str, agreed: bool, code: int
+) -> None:
+    script = _BLOCKED.format(wait=wait, waiting=waiting, agreed=agreed)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
