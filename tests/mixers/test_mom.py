@@ -18,6 +18,7 @@ from deltazoo.mixers.core.config import config_class
 from deltazoo.mixers.core.delta_mixer import can_group
 from deltazoo.mixers.core.state import snapshot
 from deltazoo.mixers.mom import JointMoMMixer, MoMMixer, Router
+from deltazoo.mixers.parts.memory.token_pack import TokenPack
 
 WIDTH, T = 24, 9
 GROUPED = (
@@ -377,6 +378,22 @@ def test_grouped_memories_are_one_graph_for_all_routes() -> None:
         for left, right in zip(*gradients, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-8, atol=1e-11)
     assert counter.frame_count == 1
+
+
+def test_a_pack_of_a_symbolic_number_of_rows_equals_the_eager_one() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    def sort(order: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        pack = TokenPack.of(order, weight, 4, Context())
+        return pack.order, pack.bounds
+
+    order, weight = torch.randint(4, (3, 20, 1)), torch.rand(3, 20, 1)
+    torch._dynamo.mark_dynamic(order, 0)
+    torch._dynamo.mark_dynamic(weight, 0)
+    compiled = torch.compile(sort, fullgraph=True, backend="eager")
+    for actual, expected in zip(compiled(order, weight), sort(order, weight), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class TokenPack(NamedTuple):
         index_BTK = order_BTK * N + sequence_BT[..., None]
         if real_BT is not None:
             index_BTK = torch.where(real_BT[..., None], index_BTK, M * N)
-        count = M * N + int(real_BT is not None)  # torch 2.11 cannot add a bool to a dynamic size
+        count = M * N + int(real_BT is not None)  # torch 2.11 cannot add a bool to a symbolic size
         index_A, order_A = index_BTK.flatten().sort(stable=True)
         bounds = torch.searchsorted(index_A, torch.arange(count + 1, device=index_A.device)).to(torch.int32)
         ends_M = torch.cat([bounds[torch.arange(1, M, device=bounds.device) * N], bounds.new_full((1,), A)])
