@@ -177,7 +177,7 @@ def segment_cumsum(x: Tensor, before: Tensor | None, context: Context) -> Tensor
     if context.parallel is not None:
         before = local_sums(x.to(wide), None if before is None else before.to(wide), context.parallel)
     if context.cu_seqlens is None:
-        total = x.to(wide).cumsum(1)
+        total = x.to(wide) if x.shape[1] == 1 else x.to(wide).cumsum(1)  # a decode step launches no scan
         return total if before is None else total + before[:, None]
     T, bounds = x.shape[1], context.cu_seqlens.long()
     sequence_T = valid_sequence_index(context.cu_seqlens, T)

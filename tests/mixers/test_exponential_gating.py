@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltazoo.mixers import MLSTM, RWKV4, Context
 from deltazoo.mixers.parts.gates.exponential_gating import INITIAL_MAX, running_max
@@ -35,6 +36,30 @@ def test_running_max_of_rows_equals_a_loop() -> None:
         torch.testing.assert_close(m[n], expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(previous_m[n], torch.cat([first[n : n + 1], expected[:-1]]), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(state[n], expected[-1], rtol=1e-12, atol=1e-12)
+
+
+class Scans(TorchDispatchMode):
+    """Counts scans over the tokens."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.cumsum.default, torch.ops.aten.cummax.default)
+        return function(*args, **(kwargs or {}))
+
+
+def test_steps_of_one_token_equal_the_whole_sequence_without_scans() -> None:
+    log_decay, log_input = random_gates(2)
+    first = torch.full((2, HV), INITIAL_MAX, dtype=torch.float64)
+    expected, _, _ = running_max(log_decay, log_input, first.clone(), Context())
+    state = first
+    with Scans() as scans:
+        for t in range(T):
+            m, previous_m, new = running_max(log_decay[:, t : t + 1], log_input[:, t : t + 1], state.clone(), Context())
+            torch.testing.assert_close(m[:, 0], expected[:, t], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(previous_m[:, 0], state, rtol=0, atol=0)
+            state = new
+    assert not scans.count
 
 
 def test_running_max_stays_within_each_packed_sequence() -> None:

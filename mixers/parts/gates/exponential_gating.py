@@ -62,7 +62,7 @@ class ExponentialGate(OperandPart, Stateful, MapsInput):
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = context.apply(self.proj, x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and raw.shape[1] != 1:
             # Inductor of torch 2.11 would load the bias in the sum over tokens below, and fail for CUDA.
             raw = materialize(raw)
         capped = SOFT_CAP * torch.tanh(raw.to(state_dtype(raw.dtype)) / SOFT_CAP)
@@ -107,7 +107,8 @@ def running_max(
             total = segment_cumsum(log_decay, None, context)
             first = initial_max(B, HV, log_decay) if state is None else state
             first_BTH = first[:, None].to(total.dtype).expand(B, T, HV)
-            largest = (log_input - total).cummax(1).values
+            largest = log_input - total
+            largest = largest if T == 1 else largest.cummax(1).values
         else:
             N = context.cu_seqlens.shape[0] - 1
             sequence_T = valid_sequence_index(context.cu_seqlens, T)
