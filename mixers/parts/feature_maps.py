@@ -141,7 +141,11 @@ class RandomFourierFeatures(OperandPart, ResizesHeads, HasFlops):
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
-        return inputs._replace(q=self._phi(inputs.q), k=self._phi(inputs.k)), None
+        if inputs.q.shape[1] == 1 and inputs.k.shape == inputs.q.shape:  # a decode step launches one product for both
+            q, k = self._phi(torch.cat([inputs.q, inputs.k], 1)).split(1, 1)
+        else:
+            q, k = self._phi(inputs.q), self._phi(inputs.k)
+        return inputs._replace(q=q, k=k), None
 
     def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(key_width=2 * self.features)

@@ -287,7 +287,7 @@ class MatrixProducts(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
         return function(*args, **(kwargs or {}))
 
 
@@ -309,6 +309,18 @@ def test_narrow_maps_share_one_product_with_equal_outputs_and_gradients() -> Non
     assert called == ["beta", "decay"]
     assert separate_count == shared_count + 1
     assert_same_with_gradients(shared, separate, [x, *mixer.parameters()], 1e-12)
+
+
+def test_random_features_of_one_token_are_one_product_equal_to_those_of_all_tokens() -> None:
+    part = RandomFourierFeatures(SHAPE, 3).double()
+    q, k = torch.randn(2, 2, 5, SHAPE.heads, SHAPE.key_width, dtype=torch.float64)
+    inputs = UpdateInputs(q=q, k=k, v=q)
+    expected, _ = part(q, inputs, None, Context())
+    with MatrixProducts() as products:
+        step, _ = part(q, UpdateInputs(q=q[:, 2:3], k=k[:, 2:3], v=q), None, Context())
+    torch.testing.assert_close(step.q, expected.q[:, 2:3])
+    torch.testing.assert_close(step.k, expected.k[:, 2:3])
+    assert products.count == 1
 
 
 def test_only_plain_narrow_maps_share_a_product() -> None:
