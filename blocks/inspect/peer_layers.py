@@ -3,6 +3,7 @@
 A report prints the messages of errors after the name of the package, which they call "it".
 """
 
+import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -49,7 +50,10 @@ def fla_layer(config: MixerConfig, width: int) -> nn.Module:
         raise ConfigError(" ".join(missing))
     module, _, name = entry.name.rpartition(":")
     layers = import_module(f"fla.layers.{module}" if module else "fla.layers")
-    layer: nn.Module = getattr(layers, name)(hidden_size=width, layer_idx=0, **arguments)
+    layer_class = getattr(layers, name)
+    if "layer_idx" in inspect.signature(layer_class).parameters:  # of layers with a cache
+        arguments["layer_idx"] = 0
+    layer: nn.Module = layer_class(hidden_size=width, **arguments)
     return layer
 
 
@@ -67,6 +71,11 @@ def _head_sizes(config: Any, width: int) -> dict[str, Any]:
         "num_heads": shape.heads, "num_v_heads": shape.value_heads, "head_dim": shape.key_width,
         "expand_v": shape.value_width / shape.key_width,
     }  # fmt: skip
+
+
+def _features(config: Any, width: int) -> dict[str, Any]:
+    shape = config.shape(width)
+    return {"num_heads": shape.heads, "num_key_value_heads": shape.value_heads, "feature_dim": shape.key_width}
 
 
 def _delta(config: Any, width: int) -> dict[str, Any]:
@@ -121,6 +130,7 @@ _SHARED_KEYS_FIELDS = frozenset({"key_value_heads", "conv_width"})
 FLA_LAYERS: dict[str, FlaLayer] = {
     "abc": FlaLayer("ABCAttention", lambda c, w: _expansions(c, w) | {"num_slots": c.slots}, frozenset({"slots"})),
     "attention": FlaLayer("Attention", _attention),
+    "based": FlaLayer("BasedLinearAttention", _features),
     "comba": FlaLayer("Comba", _head_sizes),
     "deltanet": FlaLayer("DeltaNet", _deltanet, _DELTA_FIELDS | {"gate"}),
     "fox": FlaLayer(
@@ -224,14 +234,7 @@ FLA_LAYERS: dict[str, FlaLayer] = {
         lambda c, w: _expansions(c, w) | {"num_slots": c.slots, "topk": c.active, "add_gumbel_noise": False},
         frozenset({"slots", "active"}),
     ),
-    "rebased": FlaLayer(
-        "ReBasedLinearAttention",
-        lambda c, w: {
-            "num_heads": c.shape(w).heads,
-            "num_key_value_heads": c.shape(w).value_heads,
-            "feature_dim": c.shape(w).key_width,
-        },
-    ),
+    "rebased": FlaLayer("ReBasedLinearAttention", _features),
     "retnet": FlaLayer("MultiScaleRetention", _expansions),
     "rodimus": FlaLayer(
         "RodimusAttention",
