@@ -84,6 +84,11 @@ class _Operands(NamedTuple):
     sequence_starts: Tensor | None
     sequence_ids: Tensor | None
 
+    def from_channel(self, first: int) -> "_Operands":
+        """Return the operands without the channels before `first`, so that parts of equal kinds share a kernel."""
+        bias, history = (None if x is None else x[..., first:] for x in (self.bias, self.history))
+        return self._replace(x=self.x[..., first:], weight=self.weight[..., first:, :], bias=bias, history=history)
+
 
 class _Tiling(NamedTuple):
     """Sizes of the programs of a launch, and their number along time and channels."""
@@ -138,20 +143,24 @@ def _launch(
     kernel: Any, operands: _Operands, results: dict[str, Tensor], *, token_stride: int, first: int, part: ConvPart,
     tiling: _Tiling, launch: ConvLaunch,
 ) -> None:  # fmt: skip
-    """Launch a kernel on the part that begins at channel `first`. results: by the kernel's parameters."""
+    """Launch a kernel on the part that begins at channel `first`.
+
+    Args: results: of the part, by the kernel's parameters.
+    """
     from deltazoo.backends.triton.conv.kernels.short_conv import ConvTraits
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     B, T, C = operands.x.shape
     unit = math.gcd(token_stride, 8)
     traits = ConvTraits(
-        UNIT=unit, C=C, W=operands.weight.shape[-1], FIRST=first, CHANNELS=part.channels,
+        UNIT=unit, C=C, W=operands.weight.shape[-1], CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
         PACKED=operands.cu is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
         GROUP=launch.group,
     )  # fmt: skip
     strips_per_row = cdiv(T, tiling.strip)
-    run = launcher(kernel, operands._asdict() | results, {"traits": traits}, Options(launch.warps))
+    tensors = operands.from_channel(first)._asdict() | results
+    run = launcher(kernel, tensors, {"traits": traits}, Options(launch.warps))
     N = B if operands.cu is None else operands.cu.shape[0] - 1
     groups = 1 if operands.ends is None else operands.ends.shape[0]
     programs = groups * tiling.programs_T * tiling.programs_C
@@ -197,7 +206,9 @@ def _backward(*arguments: Any) -> list[Tensor]:
             shape = (*weight.shape[:-2], tiling.programs_T, W + (bias is not None), part.channels)
             allocate = x.new_empty if ends is None else x.new_zeros  # most programs have tokens of one group only
             partial = allocate(shape, dtype=torch.float32)
-            results = {"dy": ready(dy), "dx": dx, "dhistory": dhistory, "partial": partial}
+            results = {
+                "dy": ready(dy), "dx": dx[..., first:], "dhistory": dhistory[..., first:], "partial": partial,
+            }  # fmt: skip
             _launch(
                 short_conv_backward_kernel, operands, results, token_stride=token_stride, first=first, part=part,
                 tiling=tiling, launch=config,

@@ -40,7 +40,6 @@ class ConvTraits(NamedTuple):
     UNIT: int  # x has token_stride UNIT elements from token to token
     C: int  # channels of x
     W: int  # taps
-    FIRST: int  # first channel of the part
     CHANNELS: int  # channels of the part
     SILU: bool
     HEAD: int  # channels of each head that is normalised; 0: no norm
@@ -140,15 +139,13 @@ def short_conv_kernel(
     if traits.GROUPED:
         if tl.max(store_high - store_low, 0) <= 0:
             return
-    weights, offset = load_weights(weight, bias, group, traits.FIRST + channel, in_channels, traits)
+    weights, offset = load_weights(weight, bias, group, channel, in_channels, traits)
     token = (b * T + t)[:, None]
     stride = token_stride * traits.UNIT
-    x_offset = token * stride + traits.FIRST + channel
+    x_offset = token * stride + channel
     y_offset = token * traits.CHANNELS + channel
     # row W - 1 of the history, where token 0 would be: of the row of the batch, or in a pack of sequence 0
-    history_offset = (
-        (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + traits.FIRST + channel
-    )
+    history_offset = (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + channel
     # tuples of rows and starts are ordered from the latest row backwards
     recent = load_rows(x, x_offset, stride, history, history_offset, t, low, high, -1, in_channels, W - 1, traits)
     recent = unpack_rows(recent, x.dtype.element_ty)
@@ -278,15 +275,13 @@ def short_conv_backward_kernel(
     if traits.GROUPED:
         if tl.max(store_high - store_low, 0) <= 0:
             return
-    weights, offset = load_weights(weight, bias, group, traits.FIRST + channel, in_channels, traits)
+    weights, offset = load_weights(weight, bias, group, channel, in_channels, traits)
     token = (b * T + t)[:, None]
     stride = token_stride * traits.UNIT
-    x_offset = token * stride + traits.FIRST + channel
+    x_offset = token * stride + channel
     dy_offset = token * traits.CHANNELS + channel
-    dx_offset = token * traits.C + traits.FIRST + channel
-    history_offset = (
-        (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + traits.FIRST + channel
-    )
+    dx_offset = token * traits.C + channel
+    history_offset = (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + channel
     zero = tl.zeros([R, BC], tl.float32)
     recent, later = recompute_after_strip(
         x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high,
