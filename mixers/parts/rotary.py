@@ -90,7 +90,8 @@ def rotation_angle(position_BT: Tensor, frequency: Tensor, dtype: torch.dtype) -
     """
     wide = angle_dtype(frequency.device)
     position = position_BT.to(wide).view(*position_BT.shape, *[1] * frequency.dim())
-    return (position * frequency.to(wide)).remainder(2 * math.pi).to(dtype)
+    angle = position * frequency.to(wide)
+    return (angle - (angle / (2 * math.pi)).floor() * (2 * math.pi)).to(dtype)  # remainder() is slow in float64
 
 
 def angle_dtype(device: torch.device) -> torch.dtype:
