@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.long_conv import long_conv
+from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
@@ -143,6 +144,7 @@ class LongConv(nn.Module, CachingFilter):
         kernel = self.kernel(S, x)
         if T == 1 and context.cu_seqlens is None:
             distance = offset[:, None] - torch.arange(S, device=x.device)
+            kernel = materialize(kernel)  # otherwise Inductor computes its window for every row again
             weight = torch.where((distance >= 0)[..., None], kernel[distance.clamp(0, S - 1)], 0.0)
             return (weight * history.to(weight.dtype)).sum(1, keepdim=True)
         y = long_conv(history, kernel)
