@@ -51,13 +51,18 @@ def complex_step_kernel(
     b_im = tl.load(b + 2 * at + 1, mask=mask, other=0.0)
     c_re = tl.load(c + 2 * at, mask=mask, other=0.0).to(tl.float32)
     c_im = tl.load(c + 2 * at + 1, mask=mask, other=0.0).to(tl.float32)
+    state = states + (tl.cast(first, tl.int64) * D + d[:, None]) * (2 * N) + n
+    next_re = tl.load(state, mask=mask, other=0.0)
+    next_im = tl.load(state + N, mask=mask, other=0.0)
     for i in range(ROWS):
         row = tl.cast(first + i, tl.int64)
         in_rows = row < rows
         in_state = mask & in_rows
-        state = states + (row * D + d[:, None]) * (2 * N) + n
-        re = tl.load(state, mask=in_state, other=0.0)
-        im = tl.load(state + N, mask=in_state, other=0.0)
+        re, im = next_re, next_im
+        later = state + 2 * N * D  # the loads of the next row are issued before this row is stored
+        in_later = mask & ((row + 1 < rows) & (i + 1 < ROWS))
+        next_re = tl.load(later, mask=in_later, other=0.0)
+        next_im = tl.load(later + N, mask=in_later, other=0.0)
         value = tl.load(x + row * X_STRIDE + d, mask=(d < D) & in_rows, other=0.0).to(tl.float32)[:, None]
         turned = tl.load(position + row, mask=in_rows, other=0).to(tl.float64) * turn
         cos, sin = cos_and_sin((turned - tl.floor(turned)).to(tl.float32))
@@ -66,4 +71,5 @@ def complex_step_kernel(
         out = tl.sum((c_re * cos - c_im * sin) * re - (c_im * cos + c_re * sin) * im, 1)
         tl.store(state, re, mask=in_state)
         tl.store(state + N, im, mask=in_state)
+        state = later
         tl.store(y + row * D + d, out, mask=(d < D) & in_rows)
