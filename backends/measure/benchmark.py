@@ -16,7 +16,7 @@ from deltazoo.backends.measure.result import BenchConfig, Benchmark, Row
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.measure.timing import Times, failure_reason, peak_bytes, time_interleaved, time_once
 from deltazoo.backends.measure.workload import Workload
-from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture_and_keep
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
@@ -136,7 +136,7 @@ class _Comparison:
             error = self._error(results) if self.config.errors else None
             results.clear()
             peak = peak_bytes(call, self.device)
-            timed: Call = capture(call, self.device) if self.config.graphs else call
+            timed: Call = capture_and_keep(call, self.device) if self.config.graphs else call
         except Exception as failure:  # one backend's failure must not end the benchmark
             return row.model_copy(update={"refused": [failure_reason(failure)]})
         self.calls[row.backend] = timed

@@ -1,5 +1,6 @@
 """Capture of a call in a CUDA graph."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ def eager_if_refused(part: str) -> Iterator[None]:
 def capture(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 1) -> Call:
     """Capture a call in a CUDA graph and return a function that replays it.
 
+    The graph does not keep the tensors that the call refers to: see `capture_and_keep`.
+
     Args:
         device: where the call runs; it need not be the current device.
         pool: handle from `torch.cuda.graph_pool_handle`, to share memory between graphs that never run concurrently.
@@ -49,3 +52,15 @@ def capture(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 
         finally:
             torch.cuda.set_stream(before)  # the context leaves the side stream current if the capture fails
     return graph.replay
+
+
+def capture_and_keep(call: Call, device: torch.device, pool: Any = None, warm_ups: int = 1) -> Call:
+    """Capture a call as `capture` does, and keep it as long as the returned function.
+
+    A capture empties the cache of the allocator, so that a graph whose tensors are freed accesses unmapped memory.
+    """
+    return functools.partial(_replay, capture(call, device, pool, warm_ups), call)
+
+
+def _replay(replay: Call, call: Call) -> None:
+    replay()

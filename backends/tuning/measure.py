@@ -23,7 +23,7 @@ from deltazoo.backends.measure.environment import Environment, environment
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.measure.timing import time_interleaved
 from deltazoo.backends.measure.workload import Direction, Workload
-from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture_and_keep
 from deltazoo.backends.torch_ext.devices import DeviceSpec, usable_device
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.chunk.registry import STEPS
@@ -266,5 +266,5 @@ class _Bench:
                 if not relative_error(results[name], first.double(), first) <= 2 * limit(self.case, name, self.device):
                     return False
         del results
-        self.graphs[config] = capture(call, self.device, self.pool)
+        self.graphs[config] = capture_and_keep(call, self.device, self.pool)
         return True

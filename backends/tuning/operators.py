@@ -24,7 +24,7 @@ from torch import Tensor
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.timing import time_interleaved
-from deltazoo.backends.torch_ext.cuda_graph import capture
+from deltazoo.backends.torch_ext.cuda_graph import capture_and_keep
 from deltazoo.backends.torch_ext.custom_op import observed_calls
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.runtime.options import forced, launches_seen
@@ -104,7 +104,7 @@ class CudaOperatorRunner(OperatorRunner):
             arguments = _copied(tunable.call.arguments)
             with forced(tunable.key, candidate), torch.no_grad():
                 call = functools.partial(tunable.call.body, *arguments)
-                calls[str(candidate)] = capture(call, self.cuda, warm_ups=1)
+                calls[str(candidate)] = capture_and_keep(call, self.cuda)
         times = time_interleaved(calls, self.cuda, rounds, _MAX_SECONDS, lambda *_: None)
         return [median(times[str(candidate)].seconds) for candidate in options]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.measure.workload import Direction
-from deltazoo.backends.torch_ext.cuda_graph import Call, capture
+from deltazoo.backends.torch_ext.cuda_graph import Call, capture_and_keep
 from deltazoo.blocks.inspect.peer_layers import fla_layer
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Mixer, MixerConfig
 from deltazoo.mixers.core.state import nbytes, overwrite_
@@ -91,9 +91,8 @@ class OurLayer(LayerCalls):
         for piece in self.x.split(_PIECE, 1):
             self._read(self.module, piece, state)
         step = functools.partial(self._read, self.compiled, self.next_x, state)
-        self.decoded_state = state  # a captured step refers to its memory, and does not keep it allocated
         if self.x.device.type == "cuda":
-            return torch.no_grad()(capture(step, self.x.device, warm_ups=3))
+            return torch.no_grad()(capture_and_keep(step, self.x.device, warm_ups=3))
         step()
         return torch.no_grad()(step)
 
