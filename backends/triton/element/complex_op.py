@@ -14,7 +14,10 @@ from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
-_STATES = 512  # of a row, in a program
+# A step of s4d with 64 rows of 2048 channels with 32 states on an H200, us: 44.1 with this launch, 46.2 with 512 states
+# and 4 warps, 54.1 with 1024 and 8.
+_STATES = 256  # of a row, in a program
+_WARPS = 2
 _ROWS = 8  # of a program, which loads the parameters once
 
 
@@ -40,6 +43,7 @@ def _step(
 ) -> Tensor:
     from deltazoo.backends.triton.element.kernels.complex_step import complex_step_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
+    from deltazoo.backends.triton.support import Options
 
     x = x if x.stride(1) == 1 else x.contiguous()
     (B, D), N, pool = x.shape, turns.shape[1], states.contiguous()
@@ -52,7 +56,7 @@ def _step(
     }  # fmt: skip
     constants = {"D": D, "N": N, "NP": NP, "BD": BD, "ROWS": _ROWS, "X_STRIDE": x.stride(0)}
     with torch.cuda.device_of(x):
-        launcher(complex_step_kernel, tensors, constants)(cdiv(B, _ROWS) * cdiv(D, BD), {"rows": B})
+        launcher(complex_step_kernel, tensors, constants, Options(_WARPS))(cdiv(B, _ROWS) * cdiv(D, BD), {"rows": B})
     mark_written(states, pool)
     return y
 
