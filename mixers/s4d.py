@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, StateInit
@@ -51,4 +52,5 @@ class S4DMixer(FilterMixer):
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         y = F.gelu(self.apply_filter("ssm", x, state, new, context))
-        return self.out(y) * self.gate(y).sigmoid()
+        maps = apply_to_input(y, {"out": self.out, "gate": self.gate}, state)
+        return maps["out"] * maps["gate"].sigmoid()
