@@ -55,6 +55,16 @@ def test_nan_stays_in_its_sequence() -> None:
     torch.testing.assert_close(z[0, :2], score[0, :2].logcumsumexp(0), rtol=1e-11, atol=0)
 
 
+def test_gradients_of_rows_in_float32_keep_their_digits() -> None:
+    score = scores(2048)
+    z, previous_z, _ = running_logsumexp(score.float(), None, Context())
+    exact = torch.cat([torch.full_like(score[:, :1], INITIAL), score], 1).logcumsumexp(1)
+    d_z, d_previous = torch.randn(2, 1, 2048, 3, dtype=torch.float64)
+    (actual,) = torch.autograd.grad([z, previous_z], score, [d_z.float(), d_previous.float()])
+    (expected,) = torch.autograd.grad([exact[:, 1:], exact[:, :-1]], score, [d_z, d_previous])
+    assert (actual - expected).norm() < 2e-6 * expected.norm()  # 1e-5 with the gradient of torch.logcumsumexp
+
+
 def test_sum_before_the_first_token_is_negligible() -> None:
     lowest = torch.full((1, 1, 1), -32.0, dtype=torch.float64)
     assert float(running_logsumexp(lowest, None, Context())[0]) == -32

@@ -3,6 +3,8 @@
 B batch, T time, C channels, N sequences
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,9 +63,34 @@ def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> 
     else:
         if context.mask is not None:  # padding leaves z unchanged; it is at the right
             score = score.masked_fill(~context.mask[..., None], -torch.inf)
-        all_z = torch.logcumsumexp(torch.cat([first[:, None], score], 1), 1)
+        all_z = _LogCumSumExp.apply(torch.cat([first[:, None], score], 1))
         z, previous_z, last = all_z[:, 1:], all_z[:, :-1], all_z[:, -1]
     return z, previous_z, None if state is None else write_back(state, last)
+
+
+class _LogCumSumExp(torch.autograd.Function):
+    """z = torch.logcumsumexp(x, 1) for x [B, T, C] between `INITIAL` and 60, with the gradient
+
+        dx_i = exp(x_i) sum_(t >= i) exp(-z_t) dz_t
+
+    z does not decrease, so that exp does not overflow. torch's gradient computes two logarithms of sums instead, of the
+    positive and of the negative dz.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.logcumsumexp(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> Tensor:
+        x, z = ctx.saved_tensors
+        return x.exp() * ((-z).exp() * dz).flip(1).cumsum(1).flip(1)
 
 
 def _split_over_ranks(
