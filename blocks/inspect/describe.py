@@ -9,9 +9,9 @@ from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.parsing import MlpConfig
 from deltazoo.mixers.attention import AttentionMixer
 from deltazoo.mixers.core.activations import activation_like
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.part import active_parameters
 from deltazoo.mixers.core.state import nbytes
+from deltazoo.mixers.core.update import Update
 
 DEVICES = ("cpu", "cuda")
 

@@ -26,8 +26,9 @@ from deltazoo.blocks.probes.records import cells, packaged
 from deltazoo.blocks.spec import document, presets
 from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.mixers.core.config import config_class, dump_changed
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import ShortConv
 
 _WIDTH = 1024

@@ -24,7 +24,7 @@ from deltazoo.blocks.inspect.step_tuning import (
     tune_model_operators,
 )
 from deltazoo.blocks.spec.stack_spec import StackSpec
-from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.update import Update
 
 DEFAULT_SHAPES = ("dense_1x2048", "decode_64")  # without a stack and without shapes: a training row and decode steps
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

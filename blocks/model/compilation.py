@@ -14,8 +14,8 @@ from deltazoo.backends.torch_ext.compiled_call import compiled_call
 from deltazoo.backends.update.dispatch import requested_backend, use_backend
 from deltazoo.blocks.model.interface import TokenModel
 from deltazoo.blocks.model.layer import Layer
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.update import Update
 
 M = TypeVar("M", bound=TokenModel)
 

@@ -30,7 +30,7 @@ from deltazoo.blocks.training.config import OptimizerConfig, TrainConfig
 from deltazoo.blocks.training.records import Training
 from deltazoo.blocks.training.run import OnPoint
 from deltazoo.blocks.training.tasks import train
-from deltazoo.mixers.core.delta_mixer import Update
+from deltazoo.mixers.core.update import Update
 
 HYBRID = "gated-deltanet-h1-small"
 BASELINES = ("transformer-pp-small", "gated-deltanet-small")

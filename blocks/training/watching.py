@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.blocks.model.stack import LanguageModel
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
+from deltazoo.mixers.core.update import Update
 
 
 def check_watchable(model: LanguageModel) -> None:

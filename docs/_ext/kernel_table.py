@@ -9,7 +9,8 @@ import torch
 from deltazoo.backends.update import registry
 from deltazoo.backends.update.explain import explain
 from deltazoo.mixers.core.config import config_class
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
+from deltazoo.mixers.core.update import Update
 
 DEVICE, WIDTH, SHAPE = "NVIDIA H200", 2048, (8, 4096)
 CONDITIONS = f"{DEVICE}, width {WIDTH}, default fields, bfloat16, {SHAPE[0]} x {SHAPE[1]} tokens, training"

@@ -14,11 +14,11 @@ from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM

@@ -11,11 +11,12 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.initialization import build_in_any_order
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Cost, MixerConfig, Place
 from deltazoo.mixers.core.part import HasFlops, HeadShape, Parts
 from deltazoo.mixers.core.state import nbytes
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import ShortConv
 
 

@@ -42,9 +42,10 @@ from deltazoo.backends.update.base import UpdateInputs, UpdateMeta
 from deltazoo.backends.update.dispatch import BoundUpdate
 from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import Context, MixerConfig
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.part import OutputArguments
 from deltazoo.mixers.core.state import rollback_, snapshot
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.norms import HeadNorm
 
 GATED = UpdateSpec(decay="head", beta="head")

@@ -24,8 +24,8 @@ from deltazoo.blocks.spec.stack_spec import LayerSpec, StackSpec
 from deltazoo.blocks.training.config import RunSettings, TextOrigin, TrainConfig
 from deltazoo.mixers import KDA, Attention, GatedDeltaNet, SlidingWindow
 from deltazoo.mixers.core import config as configs
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.patterns import At
+from deltazoo.mixers.core.update import Update
 
 YAML = (
     "{width: 768, depth: 12, vocab: 256, pattern: 3*gdn + swa, layers: "

@@ -25,9 +25,9 @@ from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.objective import Objective
 from deltazoo.mixers.core.conformance import relative_error
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Mixer
 from deltazoo.mixers.core.part import OperandPart, OutputPart
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.norms import RMSNorm
 
 RANKS = 2

@@ -17,8 +17,8 @@ from deltazoo.backends.update import registry
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.reference import ReferenceBackend
 from deltazoo.mixers import Context, MixerConfig, RetNet
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Mixer, State
+from deltazoo.mixers.core.update import Update
 
 WIDTH, T = 16, 2
 CHUNKED = CompileBackend(chunk=16, compiled=False)  # graphs grow with the chunk

@@ -38,8 +38,9 @@ from deltazoo.mixers import (
 )
 from deltazoo.mixers.core import state as states
 from deltazoo.mixers.core.config import dump, parse
-from deltazoo.mixers.core.delta_mixer import DeltaMixer, Update
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.families.update import UpdateConfig, update_flops
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     HeadShape,
@@ -26,6 +25,7 @@ from deltazoo.mixers.core.part import (
     ResizesHeads,
     Stateful,
 )
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
 
 RouterScore = Literal["sigmoid", "softmax"]

@@ -14,11 +14,11 @@ from deltazoo.backends.context_parallel.update import carried_states
 from deltazoo.backends.ops.least_squares import LeastSquares, solve, solve_residual, solve_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, Stateful
 from deltazoo.mixers.core.sequences import mask_padding
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.decays import softplus
 
 COVARIANCE = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)

@@ -24,7 +24,6 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
@@ -39,6 +38,7 @@ from deltazoo.mixers.core.part import (
     project_jointly,
 )
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import ConvBias, ShortConv
 from deltazoo.mixers.parts.memory.token_pack import TokenPack
 from deltazoo.mixers.parts.projections import QKVProjection, split_heads

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, ResizesHeads, Stateful
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.per_value_head import HeadKind

@@ -18,11 +18,11 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.delta_mixer import Update
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
 from deltazoo.mixers.parts.rotary import rotation_angle
 from deltazoo.mixers.parts.ssm.discretisation import Discretisation, discretise
