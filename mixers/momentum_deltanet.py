@@ -14,7 +14,7 @@ from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_maps import apply_maps, is_step
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments
+from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments, input_maps, mapped_classes
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
@@ -86,6 +86,10 @@ class MomentumDeltaNetMixer(FilterMixer):
         for module in self.modules():
             if isinstance(module, HasBackend):
                 module.rebind(backend, activation_like(self.out, self))
+        self._mapped_classes = mapped_classes(self._parts())
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return {"project": self.project, "gates": self.gates, **dict(self.outputs.items())}
 
     def split_refusal(self) -> str:
         return "couples two states: a piece has a map of 2 K x 2 K, which ranks do not exchange"
@@ -98,9 +102,8 @@ class MomentumDeltaNetMixer(FilterMixer):
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         old = state or {}
-        parts = {"project": self.project, "gates": self.gates, **dict(self.outputs.items())}
-        maps = {name: part.input_map() for name, part in parts.items() if isinstance(part, MapsInput)}
-        products = apply_maps(x, maps) if is_step(x, state) else {}
+        maps = input_maps(self._parts(), self._mapped_classes) if is_step(x, state) else {}
+        products = apply_maps(x, maps)
 
         def context_of(name: str) -> Context:
             return context._replace(product=products.get(name))

@@ -52,7 +52,7 @@ def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None =
 
 
 def apply_to_input(x_BTD: Tensor, maps: Mapping[str, nn.Module], state: Any) -> dict[str, Tensor]:
-    """Apply each map to the input of a mixer: together if it is that of a decode step. Args: state: of the mixer."""
+    """Apply each map to the input of a mixer: by `apply_maps` in a decode step. Args: state: of the mixer."""
     if is_step(x_BTD, state):
         return apply_maps(x_BTD, maps)
     return {name: module(x_BTD) for name, module in maps.items()}

@@ -29,7 +29,6 @@ from deltazoo.mixers.core.part import (
     HasBackend,
     HeadShape,
     LinearPart,
-    MapsInput,
     OutputArguments,
     OutputPart,
     Parts,
@@ -39,7 +38,8 @@ from deltazoo.mixers.core.part import (
     call_stateful,
     commit_part_,
     init_normal,
-    maps_input,
+    input_maps,
+    mapped_classes,
     project_jointly,
     run_part,
 )
@@ -150,14 +150,10 @@ class DeltaMixer(Mixer):
 
     def _products(self, x_BTD: Tensor, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Compute linear maps of x together, by the name of their part: narrow ones, in a decode step all."""
-        maps: dict[str, nn.Module] = {}
-        together = is_step(x_BTD, state)
-        for name, part in self._parts().items():
-            if type(part) is not self._mapped_classes.get(name) or not is_plain(part):
-                continue
-            if isinstance(part, MapsInput if together else LinearPart):
-                maps[name] = part.input_map()
-        return apply_maps(x_BTD, maps) if together else project_jointly(x_BTD, maps)
+        if is_step(x_BTD, state):
+            return apply_maps(x_BTD, input_maps(self._parts(), self._mapped_classes))
+        linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
+        return project_jointly(x_BTD, input_maps(linear_parts, self._mapped_classes))
 
     def forward_grouped(
         self,
@@ -296,7 +292,7 @@ class DeltaMixer(Mixer):
         for module in self.modules():
             if isinstance(module, HasBackend):
                 module.rebind(backend, like)
-        self._mapped_classes = {name: type(part) for name, part in self._parts().items() if maps_input(part)}
+        self._mapped_classes = mapped_classes(self._parts())
         self._fusion_plan = plan_fusion(self._unfused_step(), self._parts(), dict(self.outputs.items()))
 
     def _project_out(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.ops.gemv import Norm
-from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import Context
@@ -161,13 +161,30 @@ class MappedOutputPart(StatelessOutputPart, MapsInput, ABC):
         """Return the output [B, T, HV, V]. Args: product: of the map with the mixer's input."""
 
 
-def maps_input(part: nn.Module) -> bool:
-    """Whether a part has an `input_map`. A subclass that computes something else must declare its map again."""
+def mapped_classes(parts: Mapping[str, nn.Module]) -> dict[str, type]:
+    """Return the classes of the parts for which a mixer may compute the `input_map`. Dynamo cannot trace this.
+
+    A subclass that overrides a method which reads the product must declare its map again.
+    """
+    return {name: type(part) for name, part in parts.items() if _maps_input(part)}
+
+
+def input_maps(parts: Mapping[str, nn.Module], classes: Mapping[str, type]) -> dict[str, nn.Module]:
+    """Return the maps of the parts that still have the classes of `mapped_classes`, and no hooks."""
+    return {
+        name: part.input_map()
+        for name, part in parts.items()
+        if isinstance(part, MapsInput) and type(part) is classes.get(name) and is_plain(part)
+    }
+
+
+def _maps_input(part: nn.Module) -> bool:
     if not isinstance(part, MapsInput):
         return False
     if isinstance(part, MappedOutputPart):
-        is_forward_ours = _owner(part, "forward") is StatelessOutputPart
-        return is_forward_ours and _owner(part, "transform_by") is _owner(part, "input_map")
+        if _owner(part, "forward") is not StatelessOutputPart or _owner(part, "transform") is not MappedOutputPart:
+            return False
+        return _owner(part, "transform_by") is _owner(part, "input_map")
     return _owner(part, "forward") is _owner(part, "input_map")
 
 
@@ -383,8 +400,8 @@ def project_jointly(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tenso
 
     A narrow map has at most D / 8 outputs, such as the maps to decay and beta. Separate products read x once each in
     the forward, and each adds a gradient of x's size in the backward: a compiled gated_deltanet layer of width 2048
-    takes 8.35 ms with them and 8.18 ms with one product (H200, torch 2.11, four runs). A decode step
-    computes all maps of the input together instead (`decode_maps`).
+    takes 8.35 ms with them and 8.18 ms with one product (H200, torch 2.11, four runs). A decode step computes all maps
+    of the input together instead (`decode_maps`).
     """
     narrow = {name: layer for name, layer in maps.items() if _is_narrow(layer)}
     if len(narrow) < 2 or x.shape[1] == 1:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from deltazoo.backends.ops import gemv
-from deltazoo.mixers import RetNet
+from deltazoo.mixers import MomentumDeltaNet, RetNet
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
@@ -63,3 +64,33 @@ def test_a_part_that_changes_its_input_computes_its_own_map(products):
     state = mixer(x[:, :2], mixer.init_state(2)).state
     torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
     assert products == [1]
+
+
+@torch.no_grad()
+def test_an_output_part_with_another_transform_computes_its_own_map(products):
+    class Doubled(OutputGate):
+        def transform(self, o, x):
+            return super().transform(o, 2 * x)
+
+    torch.manual_seed(0)
+    mixer = RetNet(heads=2).build(16, backend="reference")
+    mixer.outputs["gate"].__class__ = Doubled
+    mixer.rebind("reference")
+    x = torch.randn(2, 3, 16)
+    expected = mixer(x)[0]
+    state = mixer(x[:, :2], mixer.init_state(2)).state
+    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+    assert products == [1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [RetNet(heads=2), MomentumDeltaNet(heads=2)], ids=["retnet", "momentum_deltanet"])
+def test_a_part_with_a_hook_computes_its_own_map(config, products):
+    torch.manual_seed(0)
+    mixer = config.build(16, backend="reference")
+    mixer.project.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0], *arguments[1:]))
+    x = torch.randn(2, 3, 16)
+    expected = mixer(x)[0]
+    state = mixer(x[:, :2], mixer.init_state(2)).state
+    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+    assert len(products) == 1
