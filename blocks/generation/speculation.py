@@ -117,7 +117,8 @@ class Speculator:
             if self._seen is None:
                 self._seen = torch.zeros_like(seen_BL)
             self._seen.copy_(seen_BL)
-        self._sampling, self._rows, self._passes = sampling, R, 0
+        self._rows, self._passes = R, 0
+        self._slot.zero_()  # the warm-up of a capture writes to it
         if decoder.captured and not self._is_captured:
             self._is_captured, before = True, torch.cuda.memory_reserved(first_B.device)
             self._pass.capture(torch.cuda.graph_pool_handle())

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from deltazoo.backends.io.errors import OperandError, StateError, ValueRangeError
 from deltazoo.backends.ops.prompt_lookup import LONGEST_MATCH, accept, lookup
+from deltazoo.blocks.generation import speculation
 from deltazoo.blocks.generation.decoder import Decoder
+from deltazoo.blocks.generation.drafted_pass import Pass
 from deltazoo.blocks.generation.generate import generate_tokens, stream
+from deltazoo.blocks.generation.sampler import Rows
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
@@ -146,6 +149,29 @@ def test_a_compiled_decoder_speculates(build, spec: StackSpec) -> None:
         sampling = Sampling(max_tokens=count, temperature=0)
         expected = generate_tokens(model, prompt, sampling)
         assert torch.equal(generate_tokens(decoder, prompt, sampling, speculate=3), expected)
+
+
+@torch.no_grad()
+def test_another_sampling_is_captured_after_the_passes_of_all_slots(model: LanguageModel, monkeypatch) -> None:
+    """By a stand-in for the capture that makes the warm-up call."""
+
+    def run_once(call, device):
+        call()
+        return call
+
+    monkeypatch.setattr(speculation, "capture", run_once)
+    monkeypatch.setattr(Pass, "capture", lambda self, memory: self)
+    monkeypatch.setattr(Decoder, "captured", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    decoder = Decoder(model, 1, 300)
+    speculator = speculation.Speculator(decoder, 2)
+    rows = Rows.of(torch.tensor([REPEATED]))
+    for temperature in (0, 0.5):
+        decoder.prefill(rows.tokens)
+        speculator.begin(Sampling(max_tokens=250, temperature=temperature), rows, torch.tensor([6]))
+        for _ in range(speculation.SLOTS):
+            speculator.step()
 
 
 @pytest.mark.cuda

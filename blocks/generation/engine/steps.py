@@ -108,7 +108,8 @@ class Steps:
         if rows not in self._passes:
             on_cuda = self._model.device.type == "cuda"
             layers = self._decoder(pool, rows).layers if self._compile and on_cuda else None
-            passes = Pass(lambda: self._model, pool.pass_buffers(rows), self._compile, layers)
+            model = self._model  # a reference to `self` would be a cycle, which delays the release of the graphs
+            passes = Pass(lambda: model, pool.pass_buffers(rows), self._compile, layers)
             if self._captures:
                 passes.capture(self._memory)
             elif self._compile:
