@@ -93,9 +93,10 @@ def command(
     from deltazoo.blocks.probes.table import MIXERS, TASKS
     from deltazoo.blocks.training.report import check_outputs
 
-    named = [name for name, chosen in (("--claim", claim), ("--table", table or None)) if chosen is not None]
-    if named and (mixers is not None or tasks is not None or len(named) > 1):
-        raise ConfigError(f"{named[0]} has mixers and tasks of its own, so omit --mixers, --tasks and other choices")
+    choices = {"--claim": claim is not None, "--table": table, "--mixers/--tasks": (mixers, tasks) != (None, None)}
+    given = [name for name, is_given in choices.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"only one of --claim, --table and --mixers/--tasks may be given, got {' and '.join(given)}")
     if claim is not None:
         if claim not in CLAIMS:
             raise ConfigError(unknown_name("claim", claim, CLAIMS))

@@ -137,8 +137,8 @@ class CellInProgress:
     def _begin(self) -> None:
         """Build the models of the next runs, and on a GPU compile what they need."""
         start = time.perf_counter()
-        if self.device != "cpu":
-            torch.cuda.synchronize()  # a run that was left may still compute in the memory that is freed next
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)  # a dropped run may still compute in memory that is freed next
         gc.collect()  # runs that have ended are in reference cycles with their memory
         self.members = [self._member(rate, seed) for rate, seed in self.pending()]
         for member in self.members:

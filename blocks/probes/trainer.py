@@ -33,7 +33,7 @@ _DENSE_VOCAB = 1024
 
 
 class _Drawn(NamedTuple):
-    """Sequences of `_DRAWN` steps [N, B, T], and their answers; places: None if the answers are those of all tokens."""
+    """Sequences of `_DRAWN` steps [N, B, T], and their answers; places: None if there is an answer for every token."""
 
     tokens_NBT: Tensor
     answers_NBA: Tensor
@@ -184,9 +184,9 @@ class Trainer:
 
     def _compute_step(self) -> None:
         assert self.drawn is not None
-        turn = self.count % _DRAWN
-        tokens_BT, answers_BA = (x.index_select(0, turn)[0] for x in (self.drawn.tokens_NBT, self.drawn.answers_NBA))
-        places_BA = None if self.drawn.places_NBA is None else self.drawn.places_NBA.index_select(0, turn)[0]
+        index = self.count % _DRAWN
+        tokens_BT, answers_BA = (x.index_select(0, index)[0] for x in (self.drawn.tokens_NBT, self.drawn.answers_NBA))
+        places_BA = None if self.drawn.places_NBA is None else self.drawn.places_NBA.index_select(0, index)[0]
         active: AbstractContextManager[Any] = nullcontext() if self.compiled is None else self.compiled.active()
         with active, self._autocast():
             losses = self.model.losses(tokens_BT, answers_BA, places_BA=places_BA)
