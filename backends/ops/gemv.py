@@ -4,8 +4,8 @@
     add_product     y = residual + W x          or residual + W norm(x)
     hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
 
-with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is not rounded. Sums are in float32; a row's result does not
-depend on the other rows. Nothing here records gradients.
+with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is rounded to the dtype of x only with several rows in 16 bits.
+Sums are in float32; a row's result does not depend on the other rows. Nothing here records gradients.
 """
 
 import itertools

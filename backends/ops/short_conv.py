@@ -119,7 +119,7 @@ def wide_short_conv(
         y_BTC = convolve(padded, weight_WC)[:, rows_T]
     elif history is not None and x_BTC.shape[1] == 1:
         inputs_BWC = torch.cat([history.to(x_BTC.dtype), x_BTC], 1)
-        y_BTC = (inputs_BWC * weight_WC.flip(0)).sum(1, keepdim=True)
+        y_BTC = (inputs_BWC * weight.T.to(compute_dtype)).sum(1, keepdim=True)
     elif history is not None:
         y_BTC = convolve(torch.cat([history.to(x_BTC.dtype), x_BTC], 1), weight_WC)[:, past:]
     else:

@@ -18,7 +18,7 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 _ELEMENTS = 4096  # inputs of a program
-_FEWEST, _MOST = 32, 256  # its channels
+_FEWEST, _MOST = 32, 256  # channels of a program without a norm
 
 
 def refusals(inputs: ConvInputs, parts: Sequence[ConvPart]) -> list[str]:

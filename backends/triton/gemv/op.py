@@ -185,8 +185,8 @@ def _launch_dots(
     span = span_of(tiles[-1], D, device.processors, launch.block)
     splits = cdiv(D, span)
     columns, size = max(16, power_of_two(M)), x.dtype.itemsize
-    room = device.shared_memory // launch.share - _RESERVED
-    fitting = room // ((launch.rows + columns) * launch.block * size)
+    available = device.shared_memory // launch.share - _RESERVED
+    fitting = available // ((launch.rows + columns) * launch.block * size)
     stages = max(2, min(launch.stages, cdiv(span, launch.block), fitting))
     dots = FewRowsTraits(
         TILES=tiles, ROWS=launch.rows, COLUMNS=columns, BLOCK=launch.block, STAGES=stages, SPLITS=splits, SPAN=span,

@@ -119,9 +119,9 @@ class RowsTraits(NamedTuple):
     """Compile-time properties of the kernels before and after a product.
 
     Args:
-        D: width of x or y. BLOCK: columns of a program: a power of two; of `normalize_rows_kernel`
-            all. STRIDE: elements from row to row of x. EPS: of the norm. INPUTS: matrices with different token shifts;
-            0: no shift.
+        D: width of x or y. BLOCK: columns of a program, a power of two; of `normalize_rows_kernel` at least D.
+        STRIDE: elements from row to row of x. EPS: of the norm. INPUTS: rows of mix, the shares of the token shifts; 0:
+            no shift.
         SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL: as of the product.
     """
 
