@@ -120,7 +120,9 @@ class Decoder:
         for old, new in zip(tree_leaves(self.state), tree_leaves(new_state), strict=True):
             if new is not old:
                 old[:rows].copy_(new)
-        self.logits[:rows].copy_(self.model.logits(x_BTD[:, -1]))
+        # Kernels of the head are compiled for the stride between rows, which must not depend on T.
+        last_BD = x_BTD[:, -1].clone(memory_format=torch.contiguous_format)
+        self.logits[:rows].copy_(self.model.logits(last_BD))
 
     @torch.no_grad()
     def step(self) -> None:

@@ -110,3 +110,18 @@ def test_eager_and_captured_steps_choose_equal_tokens(name, rows):
     prompt, sampling = torch.randint(97, (rows, 11), device="cuda"), Sampling(max_tokens=40, temperature=0)
     expected = generate_tokens(Decoder(model, rows, 60), prompt, sampling)
     assert torch.equal(generate_tokens(model, prompt, sampling), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_head_reads_rows_whose_stride_does_not_depend_on_the_prompt(rows, monkeypatch):
+    model = StackSpec(width=16, depth=1, vocab=11, pattern="mamba2(heads=2)").build("reference")
+    strides, head = set(), model.logits
+
+    def recorded(x):
+        strides.add(x.stride())
+        return head(x)
+
+    monkeypatch.setattr(model, "logits", recorded)
+    for tokens in (2, 3):
+        Decoder(model, rows, None).prefill(torch.ones(rows, tokens, dtype=torch.int64))
+    assert strides == {(16, 1)}
