@@ -166,7 +166,9 @@ class CellInProgress:
 def _compiled_layers(model: LanguageModel) -> CompiledLayers:
     """Return the compiled layers that all models of the process with the same kinds of layers share."""
     key = (frozenset(model.spec.expand()), model.spec.width)
-    return _layers.setdefault(key, CompiledLayers(model, dynamic=True)).of(model)
+    if key not in _layers:
+        _layers[key] = CompiledLayers(model, dynamic=True)
+    return _layers[key].of(model)
 
 
 def _in_plain_torch() -> AbstractContextManager[None]:

@@ -213,6 +213,7 @@ class Trainer:
         torch.cuda.empty_cache()  # eager calls leave memory that no other stream can use
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(generator)
+        collects = gc.isenabled()
         gc.disable()  # a collection could destroy the graph of another run, which a capture forbids
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -220,7 +221,8 @@ class Trainer:
             call()
         finally:
             graph.capture_end()
-            gc.enable()
+            if collects:
+                gc.enable()
         return graph
 
     def _on_stream(self) -> AbstractContextManager[Any]:
