@@ -12,7 +12,7 @@ from deltazoo.blocks.probes.tasks.fuzzy_recall import FuzzyRecall
 from deltazoo.blocks.probes.tasks.induction import InductionHeads
 from deltazoo.blocks.probes.tasks.memorization import Memorization
 from deltazoo.blocks.probes.tasks.modular_arithmetic import ModularArithmetic
-from deltazoo.blocks.probes.tasks.mqar import MQAR
+from deltazoo.blocks.probes.tasks.mqar import MQAR, ShortMQAR
 from deltazoo.blocks.probes.tasks.needle import Needle
 from deltazoo.blocks.probes.tasks.palindrome import Palindrome
 from deltazoo.blocks.probes.tasks.parity import Parity
@@ -25,7 +25,7 @@ from deltazoo.mixers.core.patterns import Name
 
 TASKS: dict[str, Task] = {
     "mqar": MQAR(),
-    "mqar_short": MQAR(length=64, lengths=(64, 128), pairs=16, tokens=128, batch=64, steps=1500),
+    "mqar_short": ShortMQAR(),
     "mqar_kimi": MQAR(length=1024, lengths=(1024,), pairs=64, tokens=8192, width=256, heads=2, steps=20_000, batch=64,
                       rates=(5e-5, 1e-4, 5e-4, 1e-3)),
     "forgetting_mqar": ForgettingMQAR(),
