@@ -13,8 +13,9 @@ from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_maps import apply_maps, is_step
+from deltazoo.mixers.core.input_maps import input_maps, mapped_classes
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
-from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments, input_maps, mapped_classes
+from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus

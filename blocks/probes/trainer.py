@@ -173,8 +173,9 @@ class Trainer:
         if task.vocab <= _DENSE_VOCAB:
             answers = torch.full_like(batch.tokens_BT, IGNORE_INDEX).scatter(1, batch.places_BA, answers)
         else:
-            places = batch.places_BA.unflatten(0, (_DRAWN, -1))
-        drawn = _Drawn(batch.tokens_BT.unflatten(0, (_DRAWN, -1)), answers.unflatten(0, (_DRAWN, -1)), places)
+            places = torch.unflatten(batch.places_BA, 0, (_DRAWN, -1))
+        tokens_NBT, answers_NBA = (torch.unflatten(x, 0, (_DRAWN, -1)) for x in (batch.tokens_BT, answers))
+        drawn = _Drawn(tokens_NBT, answers_NBA, places)
         if self.drawn is None:
             self.drawn = drawn
             return

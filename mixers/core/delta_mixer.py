@@ -23,6 +23,7 @@ from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
 from deltazoo.mixers.core.decode_maps import apply_maps, is_step, reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
+from deltazoo.mixers.core.input_maps import input_maps, mapped_classes
 from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
@@ -38,8 +39,6 @@ from deltazoo.mixers.core.part import (
     call_stateful,
     commit_part_,
     init_normal,
-    input_maps,
-    mapped_classes,
     project_jointly,
     run_part,
 )

@@ -17,7 +17,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.ops.gemv import Norm
-from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.mixer import Context
@@ -159,38 +159,6 @@ class MappedOutputPart(StatelessOutputPart, MapsInput, ABC):
     @abstractmethod
     def transform_by(self, o: Tensor, product: Tensor) -> Tensor:
         """Return the output [B, T, HV, V]. Args: product: of the map with the mixer's input."""
-
-
-def mapped_classes(parts: Mapping[str, nn.Module]) -> dict[str, type]:
-    """Return the classes of the parts for which a mixer may compute the `input_map`. Dynamo cannot trace this.
-
-    A subclass that overrides a method which reads the product must declare its map again.
-    """
-    return {name: type(part) for name, part in parts.items() if _maps_input(part)}
-
-
-def input_maps(parts: Mapping[str, nn.Module], classes: Mapping[str, type]) -> dict[str, nn.Module]:
-    """Return the maps of the parts that still have the classes of `mapped_classes`, and no hooks."""
-    return {
-        name: part.input_map()
-        for name, part in parts.items()
-        if isinstance(part, MapsInput) and type(part) is classes.get(name) and is_plain(part)
-    }
-
-
-def _maps_input(part: nn.Module) -> bool:
-    if not isinstance(part, MapsInput):
-        return False
-    if isinstance(part, MappedOutputPart):
-        if _owner(part, "forward") is not StatelessOutputPart or _owner(part, "transform") is not MappedOutputPart:
-            return False
-        return _owner(part, "transform_by") is _owner(part, "input_map")
-    return _owner(part, "forward") is _owner(part, "input_map")
-
-
-def _owner(part: nn.Module, method: str) -> type:
-    """Return the class that defines a method of a part."""
-    return next(c for c in type(part).__mro__ if method in vars(c))
 
 
 class Stateful(ABC):
