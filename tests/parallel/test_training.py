@@ -251,8 +251,8 @@ with watchdog.Watchdog(Ranks(0, 2), 900, print, ({waiting!r},)) as dog:
     ("wait", "waiting", "agreed", "code"),
     [
         (30, "wait_for_figures", False, LOST_CONNECTION),
-        (3, "another", False, 0),
-        (3, "wait_for_figures", True, 0),
+        pytest.param(3, "another", False, 0, marks=pytest.mark.parallel),
+        pytest.param(3, "wait_for_figures", True, 0, marks=pytest.mark.parallel),
     ],
     ids=["waits for others", "is busy", "waits while others write"],
 )
