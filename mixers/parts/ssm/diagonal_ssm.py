@@ -4,7 +4,7 @@ B batch, T time, D channels, N states per channel; K = 2 N for complex states (r
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from einops import repeat
@@ -30,6 +30,17 @@ from deltazoo.mixers.parts.ssm.discretisation import Discretisation, discretise
 StateInit = Literal["lin", "inv", "real"]
 _BLOCK = 64
 DIAGONAL_SSM_SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)
+
+
+class _Discrete(NamedTuple):
+    """The recurrence S_t = a S_(t-1) + b x_t.
+
+    Args: log_magnitude: log |a|, [D, N]. frequency: the angle of a, [D, N]. b: [D, N, 2], real and imaginary parts.
+    """
+
+    log_magnitude: Tensor
+    frequency: Tensor
+    b: Tensor
 
 
 class DiagonalSSM(nn.Module):
@@ -94,29 +105,22 @@ class DiagonalSSM(nn.Module):
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Filter x [B, T, D], whose padding is at the right and zero. Returns: y in the dtype of x; the new state."""
-        log_magnitude, frequency, b = self._discretise(state_dtype(x.dtype))
+        system = self._discretise(state_dtype(x.dtype))
         if self.convolution and state is None and context.cu_seqlens is None:
-            y, new_state = long_conv(x, self._kernel(log_magnitude, frequency, b, x.shape[1])), None
+            y, new_state = long_conv(x, self._kernel(*system, x.shape[1])), None
         else:
-            stepped = self._step_(x, log_magnitude, frequency, b, state, context)
-            y, new_state = stepped or self._recurrent(x, log_magnitude, frequency, b, state, context)
+            stepped = self._step_(x, system, state, context)
+            y, new_state = stepped or self._recurrent(x, system, state, context)
         return (y + self.skip * x).to(x.dtype), new_state
 
-    def _discretise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log |a| [D, N], the angle of a [D, N], and b [D, N, 2]."""
+    def _discretise(self, dtype: torch.dtype) -> "_Discrete":
         real = -self.log_real.to(dtype).exp()
         imaginary = torch.zeros_like(real) if self.imaginary is None else self.imaginary.to(dtype)
         log_magnitude, frequency, *b = discretise(self.discretisation, real, imaginary, self.log_dt.to(dtype).exp())
-        return log_magnitude, frequency, torch.stack(b, -1)
+        return _Discrete(log_magnitude, frequency, torch.stack(b, -1))
 
     def _step_(
-        self,
-        x: Tensor,
-        log_magnitude: Tensor,
-        frequency: Tensor,
-        b: Tensor,
-        state: dict[str, Tensor] | None,
-        context: Context,
+        self, x: Tensor, system: "_Discrete", state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Decode a token per row by a kernel that computes q and k, in place. Return None if it does not run."""
         is_step = x.shape[1] == 1 and context.mask is None and context.cu_seqlens is None and context.parallel is None
@@ -126,18 +130,13 @@ class DiagonalSSM(nn.Module):
         if kernel_refusals(x) or not is_plain(self.update) or not self.update.bound.has_decode_kernels(meta):
             return None
         seen, position = state["seen"], positions(x, state["seen"], context)[:, 0]
-        y = complex_step_(x[:, 0], (log_magnitude, frequency), b, self.C, position, state["update"])
+        y = complex_step_(x[:, 0], system[:2], system.b, self.C, position, state["update"])
         return y[:, None], {"update": state["update"], "seen": write_back(seen, seen + 1)}
 
     def _recurrent(
-        self,
-        x: Tensor,
-        log_magnitude: Tensor,
-        frequency: Tensor,
-        b: Tensor,
-        state: dict[str, Tensor] | None,
-        context: Context,
+        self, x: Tensor, system: "_Discrete", state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        log_magnitude, frequency, b = system
         dtype = log_magnitude.dtype
         seen = None if state is None else state["seen"]
         if self.imaginary is None:
