@@ -110,7 +110,7 @@ class MomentumDeltaNetMixer(FilterMixer):
             return context._replace(product=products.get(name))
 
         projected, history = call_part(self.project, x, old.get("project"), context_of("project"))
-        inputs = self.gates(context_of("gates"), x, projected.q, projected.k, projected.v)
+        inputs = self.gates(x, projected.q, projected.k, projected.v, context_of("gates"))
         o, states = momentum_delta_rule(inputs, [old["S"], old["N"]] if old else None, context)
         if state is not None:
             new |= {name: write_back(old[name], tensor) for name, tensor in zip("SN", states, strict=True)}
@@ -148,7 +148,7 @@ class MomentumGates(nn.Module, MapsInput):
     def input_map(self) -> nn.Module:
         return self.proj
 
-    def forward(self, context: Context, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> MomentumInputs:
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, context: Context) -> MomentumInputs:
         """Return the operands. Args: x: [B, T, D]; q, k: [B, T, H, K]; v: [B, T, HV, V]."""
         raw, dtype = context.apply(self.proj, x), state_dtype(v.dtype)
         groups = self.value_heads // k.shape[2]
