@@ -135,7 +135,7 @@ class CellInProgress:
             self.members = [member for member in self.members if member.seed != 0]
 
     def _begin(self) -> None:
-        """Build the models of the next runs, and on a GPU compile what they need."""
+        """Build the models of the next runs. On a GPU also compile their kernels and capture their graphs."""
         start = time.perf_counter()
         if self.device.startswith("cuda"):
             torch.cuda.synchronize(self.device)  # a dropped run may still compute in memory that is freed next
@@ -168,6 +168,7 @@ def _compiled_layers(model: LanguageModel) -> CompiledLayers:
     key = (frozenset(model.spec.expand()), model.spec.width)
     if key not in _layers:
         _layers[key] = CompiledLayers(model, dynamic=True)
+        _layers[key].forwards.clear()  # the cache must not keep the memory of a model
     return _layers[key].of(model)
 
 
