@@ -153,7 +153,7 @@ def test_a_compiled_decoder_speculates(build, spec: StackSpec) -> None:
 
 @torch.no_grad()
 def test_another_sampling_is_captured_after_the_passes_of_all_slots(model: LanguageModel, monkeypatch) -> None:
-    """By a stand-in for the capture that makes the warm-up call."""
+    """The capture is replaced by one eager call, as that before a capture."""
 
     def run_once(call, device):
         call()

@@ -1,4 +1,7 @@
-"""The linear maps of a decode step, computed together by a stand-in for the kernel, against those of each part."""
+"""A decode step that computes all linear maps of its input by one product equals one that computes each map.
+
+On the CPU a function takes the place of the kernel, and counts the maps of each product.
+"""
 
 import itertools
 
@@ -49,6 +52,14 @@ def test_a_decoded_token_equals_that_of_a_whole_sequence(name, products):
         assert products[0] > 1
 
 
+def check_last_token(mixer):
+    """Compare a decode step with the last token of a whole sequence."""
+    x = torch.randn(2, 3, 16)
+    expected = mixer(x)[0]
+    state = mixer(x[:, :2], mixer.init_state(2)).state
+    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+
+
 @torch.no_grad()
 def test_a_part_that_changes_its_input_computes_its_own_map(products):
     class Doubled(QKVProjection):
@@ -59,10 +70,7 @@ def test_a_part_that_changes_its_input_computes_its_own_map(products):
     mixer = RetNet(heads=2).build(16, backend="reference")
     mixer.project.__class__ = Doubled
     mixer.rebind("reference")
-    x = torch.randn(2, 3, 16)
-    expected = mixer(x)[0]
-    state = mixer(x[:, :2], mixer.init_state(2)).state
-    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+    check_last_token(mixer)
     assert products == [1]
 
 
@@ -76,10 +84,7 @@ def test_an_output_part_with_another_transform_computes_its_own_map(products):
     mixer = RetNet(heads=2).build(16, backend="reference")
     mixer.outputs["gate"].__class__ = Doubled
     mixer.rebind("reference")
-    x = torch.randn(2, 3, 16)
-    expected = mixer(x)[0]
-    state = mixer(x[:, :2], mixer.init_state(2)).state
-    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+    check_last_token(mixer)
     assert products == [1]
 
 
@@ -89,8 +94,5 @@ def test_a_part_with_a_hook_computes_its_own_map(config, products):
     torch.manual_seed(0)
     mixer = config.build(16, backend="reference")
     mixer.project.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0], *arguments[1:]))
-    x = torch.randn(2, 3, 16)
-    expected = mixer(x)[0]
-    state = mixer(x[:, :2], mixer.init_state(2)).state
-    torch.testing.assert_close(mixer(x[:, 2:], state)[0], expected[:, 2:])
+    check_last_token(mixer)
     assert len(products) == 1
