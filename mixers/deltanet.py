@@ -19,12 +19,15 @@ from deltazoo.mixers.parts.feature_maps import Feature, FeatureMap
 from deltazoo.mixers.parts.norms import UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
+KEY_NORM = "divide k by its norm; None: if reparam is none, because the other steps use the length of k"
+
 
 class DeltaNetConfig(DeltaRuleConfig, ABC):
     """Delta rule without a decay, with an RMS norm per head and an optional gate."""
 
     feature: Feature = Field(default="silu", description="feature map of q and k, before they are normalised")
     qk_norm: Literal["l2", "l1"] = Field(default="l2", description="norm that makes q and k unit vectors")
+    key_norm: bool | None = Field(default=None, description=KEY_NORM)
     gate: bool = Field(default=False, description=OUTPUT_GATE)
 
     def spec(self) -> UpdateSpec:
@@ -32,9 +35,10 @@ class DeltaNetConfig(DeltaRuleConfig, ABC):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         if (self.feature, self.qk_norm) == ("silu", "l2"):
-            return Parts(self.qkv_projection(shape), self.beta(shape), self.norm_and_gate(shape, self.gate))
+            projection = self.qkv_projection(shape, key_norm=self.key_norm)
+            return Parts(projection, self.beta(shape), self.norm_and_gate(shape, self.gate))
         projection = QKVProjection(shape, self.conv_width, silu="v", conv_bias=self.conv_bias)
-        keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit)}
+        keys = {"feature": FeatureMap(self.feature), "unit": UnitNorm(self.qk_norm, self.unit(self.key_norm))}
         return Parts(projection, {**keys, **self.beta(shape)}, self.norm_and_gate(shape, self.gate))
 
 

@@ -40,17 +40,19 @@ class DeltaRuleConfig(HeadConfig, ABC):
             raise ValueError("conv_bias=True needs a conv_width of at least 1, got 0")
         return self
 
-    @property
-    def unit(self) -> Literal["q", "qk"]:
-        """Streams divided by their L2 norm. A `reparam` needs the length of k for its step, so k is not normalised."""
-        return "qk" if self.reparam == "none" else "q"
+    def unit(self, key_norm: bool | None = None) -> Literal["q", "qk"]:
+        """Return the streams that are divided by their L2 norm.
 
-    def qkv_projection(self, shape: HeadShape, query_norm: bool = True) -> QKVProjection:
+        Args: key_norm: whether k is; None: unless `reparam` needs the length of k for its step.
+        """
+        return "qk" if (self.reparam == "none" if key_norm is None else key_norm) else "q"
+
+    def qkv_projection(self, shape: HeadShape, query_norm: bool = True, key_norm: bool | None = None) -> QKVProjection:
         """Create the projection to q, k and v with a short convolution, SiLU, and L2 norms of the streams in `unit`.
 
-        Args: query_norm: False leaves q as it is.
+        Args: query_norm: False leaves q as it is; key_norm: as for `unit`.
         """
-        unit: Streams = self.unit
+        unit: Streams = self.unit(key_norm)
         if not query_norm:
             unit = "k" if "k" in unit else ""
         return QKVProjection(shape, self.conv_width, silu="qkv", unit=unit, conv_bias=self.conv_bias)
