@@ -44,7 +44,8 @@ def command(
         str | None, typer.Option(help="Make the runs that decide this claim of docs/evidence/, and print its page.")
     ] = None,
     table: Annotated[
-        bool, typer.Option("--table", help="Make the runs of the table of docs/evidence/: 17 mixers on 8 tasks.")
+        bool,
+        typer.Option("--table", help="Make the runs of the tables of docs/evidence/: 17 mixers on 8 tasks, all on 3."),
     ] = False,
     out: Annotated[
         Path,
@@ -90,7 +91,7 @@ def command(
     from deltazoo.blocks.probes.report import environments, score_table
     from deltazoo.blocks.probes.report import plot as draw
     from deltazoo.blocks.probes.runner import ProbeConfig, probe
-    from deltazoo.blocks.probes.table import MIXERS, TASKS
+    from deltazoo.blocks.probes.table import MIXERS, SHORT_TASKS, TASKS, others
     from deltazoo.blocks.training.report import check_outputs
 
     choices = {"--claim": claim is not None, "--table": table, "--mixers/--tasks": (mixers, tasks) != (None, None)}
@@ -101,16 +102,16 @@ def command(
         if claim not in CLAIMS:
             raise ConfigError(unknown_name("claim", claim, CLAIMS))
         chosen_claim = CLAIMS[claim]
-        wanted, on = [*chosen_claim.better, *chosen_claim.worse], [*chosen_claim.tasks]
+        products = [(chosen_claim.mixers, chosen_claim.tasks)]
     elif table:
-        wanted, on = [*MIXERS], [*TASKS]
+        products = [(MIXERS, TASKS), (tuple(others()), SHORT_TASKS)]
     else:
-        wanted = split(mixers) or ["gated_deltanet", "kda", "mamba2", "attention"]
-        on = split(tasks) or ["parity", "s3", "mqar_short"]
+        chosen = split(mixers) or ["gated_deltanet", "kda", "mamba2", "attention"]
+        products = [(tuple(chosen), tuple(split(tasks) or ["parity", "s3", "mqar_short"]))]
     check_outputs(plot=plot)
     config = ProbeConfig(budget=budget, seeds=seeds, device=device, workers=workers)
     with progress() as report_progress:
-        result = probe(wanted, on, out, config, report_progress, None if as_json or claim else _print_run)
+        result = probe(products, out, config, report_progress, None if as_json or claim else _print_run)
     if plot is not None:
         draw(result.runs, plot)
     if as_json:

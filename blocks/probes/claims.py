@@ -1,6 +1,6 @@
 """Claims of papers about mixers, each with the runs that decide it; `deltazoo probe --claim NAME` makes its page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from deltazoo.backends.io.markdown_text import wrap_prose
@@ -24,6 +24,8 @@ class Claim(NamedTuple):
         better, worse: mixers, compared on each task by the mean score of their seeds.
         solved: whether the claim is about what a layer can compute: then `better` must reach 99 %, and the best seed of
             each mixer counts.
+        also: mixers that the page shows beside them.
+        published: by task and mixer, the scaled accuracy in percent that the source reports.
     """
 
     title: str
@@ -33,8 +35,16 @@ class Claim(NamedTuple):
     better: tuple[str, ...]
     worse: tuple[str, ...]
     solved: bool = False
+    also: tuple[str, ...] = ()
+    published: Mapping[str, Mapping[str, float]] | None = None
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Every mixer of the page."""
+        return *self.better, *self.worse, *self.also
 
 
+_NEGATIVE_GDN = "gated_deltanet(negative_eigenvalues=both)"
 CLAIMS = {
     "negative-eigenvalues": Claim(
         "Parity needs negative eigenvalues",
@@ -111,6 +121,73 @@ CLAIMS = {
         ("deltanet", "gated_deltanet"),
         ("deltanet(conv_width=0)", "gated_deltanet(conv_width=0)"),
     ),
+    "stable-step": Claim(
+        "EFLA's step is stable without a norm of the keys",
+        "EFLA, which integrates the delta rule exactly over a step, trains with keys of any length; DeltaNet, whose "
+        "step is Euler's, needs the L2 norm of its keys.",
+        "Lei 2025, arXiv 2512.12602",
+        ("mqar_short", "stacks"),
+        ("efla",),
+        ("deltanet(key_norm=false)",),
+        also=("efla(key_norm=true)", "deltanet"),
+    ),
+    "mixture-of-memories": Claim(
+        "A mixture of memories recalls more with the same active state",
+        "With four memories, of which each token uses one, MoM recalls more pairs than Gated DeltaNet, whose state has "
+        "the size of one memory.",
+        "Du 2025, arXiv 2502.13685",
+        ("capacity",),
+        ("mom(active=1,shared=false)",),
+        ("gated_deltanet",),
+        also=("mom", "deltanet"),
+    ),
+    "hybrids-recall": Claim(
+        "A layer of attention recalls what recurrent stacks do not",
+        "With attention in place of one of two recurrent layers a model recalls more pairs than a fixed state stores.",
+        "Arora 2024, arXiv 2402.18668; Yang 2024, arXiv 2412.06464, hybrid models",
+        ("capacity",),
+        ("gated_deltanet + attention", "mamba2 + attention"),
+        ("gated_deltanet", "mamba2"),
+        also=("attention",),
+    ),
+    "induction-heads": Claim(
+        "Mamba extrapolates induction heads to 2^20 tokens",
+        "Mamba, trained on 256 tokens, recalls what followed a token in sequences of 1,048,576 tokens; H3 and Hyena do "
+        "not.",
+        "Gu & Dao 2023, arXiv 2312.00752, table 2",
+        ("induction_long",),
+        ("mamba",),
+        ("h3", "hyena"),
+        solved=True,
+        also=("mamba2", "gated_deltanet", "kda", "rwkv7"),
+    ),
+    "s3-published": Claim(
+        "DeltaProduct's S3 at the published size",
+        "One layer of DeltaProduct with two steps per token and eigenvalues in [-1, 1], trained on 128 tokens, solves "
+        "S3 at 512 tokens; with one step, or eigenvalues in [0, 1], it does not.",
+        "Siems 2025, arXiv 2502.10297, section 5.1; automl/DeltaProduct",
+        ("s3_published",),
+        ("deltaproduct(gate=false,conv_width=0)",),
+        (
+            "deltaproduct(gate=false,conv_width=0,householders=1)",
+            "deltaproduct(gate=false,conv_width=0,negative_eigenvalues=off)",
+        ),
+        solved=True,
+    ),
+    "rotations-track-states": Claim(
+        "Mamba-3 tracks states, Mamba-2 does not",
+        "Mamba-3, by its rotations, and Gated DeltaNet with eigenvalues in [-1, 1] compute parity and modular "
+        "arithmetic beyond the training length, and Mamba-2 does not.",
+        "Lahoti 2026, arXiv 2603.15569, table 5b",
+        ("parity_curriculum", "arithmetic_curriculum", "brackets_curriculum"),
+        ("mamba3", _NEGATIVE_GDN),
+        ("mamba2",),
+        published={
+            "parity_curriculum": {"mamba3": 100, _NEGATIVE_GDN: 100, "mamba2": 0.90},
+            "arithmetic_curriculum": {"mamba3": 98.51, _NEGATIVE_GDN: 99.25, "mamba2": 47.81},
+            "brackets_curriculum": {"mamba3": 87.75, _NEGATIVE_GDN: 93.50, "mamba2": 0.88},
+        },
+    ),
 }
 
 
@@ -127,14 +204,12 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved.
     """
     found = cells(runs)
-    missing = [f"`{mixer}`" for mixer in (*claim.better, *claim.worse) if (task, mixer) not in found]
+    compared = *claim.better, *claim.worse
+    missing = [f"`{mixer}`" for mixer in compared if (task, mixer) not in found]
     if missing:
         return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
     score = "best seed" if claim.solved else "mean"
-    scores = {
-        mixer: found[task, mixer].best if claim.solved else found[task, mixer].score
-        for mixer in (*claim.better, *claim.worse)
-    }
+    scores = {mixer: found[task, mixer].best if claim.solved else found[task, mixer].score for mixer in compared}
     low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
     holds = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
     sentences = [
@@ -175,15 +250,35 @@ def outcome(claim: Claim, runs: Sequence[Run]) -> str:
 def page(name: str, runs: Sequence[Run]) -> str:
     """Format the page of a claim as Markdown, from runs of its mixers and tasks."""
     claim = CLAIMS[name]
-    mixers = (*claim.better, *claim.worse)
+    mixers = claim.mixers
     used = [run for run in runs if run.task in claim.tasks and run.mixer in mixers]
     used.sort(key=lambda run: (claim.tasks.index(run.task), mixers.index(run.mixer)))
+    tables = [run_table(used), *([_published(claim, used)] if claim.published else [])]
     paragraphs = [
         f"{claim.sentence} Source: {claim.source}.",
         *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
         *dict.fromkeys(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
     ]
-    return _page(claim.title, paragraphs, used, claim.tasks, [run_table(used)], [f"--claim {name}"])
+    return _page(claim.title, paragraphs, used, claim.tasks, tables, [f"--claim {name}"])
+
+
+def _published(claim: Claim, runs: Sequence[Run]) -> Table:
+    """Return a row per published figure, with ours, the best seed."""
+    found = cells(runs)
+    columns = ["task", "mixer", ">published, scaled accuracy, %", ">here, mean", ">here, best seed"]
+    rows = []
+    for task, figures in (claim.published or {}).items():
+        chance = task_of(task).chance
+        for mixer, figure in figures.items():
+            cell = found.get((task, mixer))
+            ours = ["", ""] if cell is None else [_scaled(cell.score, chance), _scaled(cell.best, chance)]
+            rows.append([task, mixer, f"{figure:.2f}", *ours])
+    return Table(columns, rows)
+
+
+def _scaled(accuracy: float, chance: float) -> str:
+    """Format an accuracy scaled so that guessing has 0 and perfect answers 100."""
+    return f"{100 * (accuracy - chance) / (1 - chance):.2f}"
 
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
@@ -194,11 +289,11 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
     begun = [
         name
         for name, claim in CLAIMS.items()
-        if any((task, mixer) in found for task in claim.tasks for mixer in (*claim.better, *claim.worse))
+        if any((task, mixer) in found for task in claim.tasks for mixer in claim.mixers)
     ]
     lines = [f"- [{CLAIMS[name].title}]({name}.md): {outcome(CLAIMS[name], runs)}" for name in begun]
     shown = table.of_table(runs)
-    claimed = {(task, mixer) for c in CLAIMS.values() for task in c.tasks for mixer in (*c.better, *c.worse)}
+    claimed = {(task, mixer) for c in CLAIMS.values() for task in c.tasks for mixer in c.mixers}
     others = [run for run in runs if run not in shown and (run.task, run.mixer) not in claimed]
     tasks = [task for task in table.TASKS if any(run.task == task for run in shown)]
     tables = [score_table(shown)._replace(notes=()), *([run_table(others)] if others else [])]
@@ -213,7 +308,7 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(begun)}\n```"
         paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
     if empty := table.missing(runs):
-        cells_of_table = len(table.MIXERS) * len(table.TASKS)
+        cells_of_table = len(table.wanted())
         absent = [f"`{mixer}`" for mixer in table.MIXERS if not any(run.mixer == mixer for run in shown)]
         row = f" There is no run of {', '.join(absent)}." if absent else ""
         paragraphs.append(f"An empty cell has not been run; these are {empty} of {cells_of_table}.{row}")

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment
+from deltazoo.blocks.probes.task import Task
 
 RUNS = "runs.jsonl"
 SOLVED = 0.999  # accuracy at every length, at which a run ends
@@ -75,6 +76,11 @@ class Run(BaseModel):
     def rank(self) -> tuple[float, float]:
         """Score, then accuracy at the training length: the order of learning rates."""
         return self.score, fmean(self.accuracy.values())
+
+
+def has_settings(run: Run, task: Task) -> bool:
+    """Whether a run was made with these settings. A field that is newer than the run had its default."""
+    return type(task).model_validate(run.settings) == task
 
 
 class Cell(NamedTuple):

@@ -17,7 +17,7 @@ from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.blocks.probes import records
 from deltazoo.blocks.probes.model import probe_stack
 from deltazoo.blocks.probes.progress import CellInProgress
-from deltazoo.blocks.probes.records import Run
+from deltazoo.blocks.probes.records import Run, has_settings
 from deltazoo.blocks.probes.tasks import task as task_of
 
 _PROCESSES_PER_GPU = 4  # some compile while others train
@@ -91,8 +91,7 @@ class _Result(NamedTuple):
 
 
 def probe(
-    mixers: Sequence[str],
-    tasks: Sequence[str],
+    products: Sequence[tuple[Sequence[str], Sequence[str]]],
     folder: str | Path,
     config: ProbeConfig | None = None,
     progress: Progress | None = None,
@@ -104,8 +103,7 @@ def probe(
     task, mixer, rate and seed: on the same device and versions the same call repeats it bit for bit.
 
     Args:
-        mixers: names or hybrid patterns, see `probe_stack`.
-        tasks: names, see `deltazoo.blocks.probes.tasks`.
+        products: (mixers, tasks): names or hybrid patterns, see `probe_stack`, and each of the tasks for them.
         on_run: called with each run when it is finished.
     Raises: ConfigError, PatternError, UnknownNameError: before the first run.
     """
@@ -113,15 +111,16 @@ def probe(
     started = time.time()
     path = Path(folder) / records.RUNS
     is_gpu = usable_device(config.device).type != "cpu"
-    if not mixers or not tasks:
-        raise ConfigError(f"mixers and tasks must not be empty, got {list(mixers)} and {list(tasks)}")
-    for task in tasks:
-        for mixer in mixers:
-            probe_stack(mixer, task_of(task))
+    for mixers, tasks in products:
+        if not mixers or not tasks:
+            raise ConfigError(f"mixers and tasks must not be empty, got {list(mixers)} and {list(tasks)}")
+    wanted = [(task, mixer) for mixers, tasks in products for task in tasks for mixer in mixers]
+    for task, mixer in wanted:
+        probe_stack(mixer, task_of(task))
     done = records.read(path)
     _check_settings(done, path)
     deadline = started + config.budget
-    every = [_Job(task, mixer, config, path, done, deadline) for task in tasks for mixer in mixers]
+    every = [_Job(task, mixer, config, path, done, deadline) for task, mixer in wanted]
     jobs = [job for job in every if job.cell().pending()]
     groups: dict[Hashable, list[_Job]] = {}
     for job in jobs:
@@ -137,8 +136,7 @@ def probe(
             for run in result.runs:
                 on_run(run)
         progress("probing", ended, len(jobs))
-    wanted = [run for run in done if run.task in tasks and run.mixer in mixers]
-    return Probe(wanted, problems, setup_seconds)
+    return Probe([run for run in done if (run.task, run.mixer) in wanted], problems, setup_seconds)
 
 
 def _results(groups: list[list[_Job]], workers: int) -> Iterator[_Result]:
@@ -198,5 +196,5 @@ def _run_cell(job: _Job) -> _Result:
 def _check_settings(runs: Sequence[Run], path: Path) -> None:
     """Refuse a file whose runs have other settings than their tasks have now. Raises: ConfigError."""
     for run in runs:
-        if task_of(run.task).model_dump(mode="json") != run.settings:
+        if not has_settings(run, task_of(run.task)):
             raise ConfigError(f"{path} has a run of {run.task} with other settings; choose another folder")

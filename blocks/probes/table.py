@@ -1,7 +1,8 @@
-"""The table of docs/evidence/: its mixers and tasks, and the runs that belong to it."""
+"""The table of docs/evidence/: its mixers and tasks, the short rows of all others, and the runs that belong to them."""
 
 from collections.abc import Sequence
 
+from deltazoo.backends.update import registry
 from deltazoo.blocks.probes.records import Run
 
 MIXERS = (
@@ -25,15 +26,29 @@ MIXERS = (
 )
 TASKS = ("parity", "s3", "mqar_short", "forgetting_mqar", "induction", "needle2", "stacks", "selective_copying")
 
+SHORT_TASKS = ("parity", "s3", "mqar_short")  # of every other mixer
+
+
+def others() -> list[str]:
+    """Return the built-in mixers that have short rows."""
+    names = (name for name in registry.names(registry.MIXERS) if registry.is_built_in(registry.MIXERS, name))
+    return [name for name in names if name not in MIXERS]
+
 
 def of_table(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of the table by column and row. Other mixers have a row if no field of theirs is changed."""
-    chosen = [run for run in runs if run.task in TASKS and (run.mixer in MIXERS or "(" not in run.mixer)]
-    rows = [*MIXERS, *dict.fromkeys(run.mixer for run in chosen if run.mixer not in MIXERS)]
+    """Return the runs of the table by column and row: its mixers, then the others by name."""
+    rows = [*MIXERS, *others()]
+    chosen = [run for run in runs if run.task in TASKS and run.mixer in rows]
     return sorted(chosen, key=lambda run: (TASKS.index(run.task), rows.index(run.mixer)))
 
 
 def missing(runs: Sequence[Run]) -> int:
-    """Count the cells of the table without a run."""
+    """Count the cells of the table without a run, those of short rows included."""
     done = {(run.task, run.mixer) for run in runs}
-    return sum((task, mixer) not in done for task in TASKS for mixer in MIXERS)
+    return sum(cell not in done for cell in wanted())
+
+
+def wanted() -> list[tuple[str, str]]:
+    """Return all cells of the table, (task, mixer)."""
+    table = [(task, mixer) for task in TASKS for mixer in MIXERS]
+    return [*table, *((task, mixer) for task in SHORT_TASKS for mixer in others())]

@@ -89,6 +89,10 @@ class Task(FrozenConfig, ABC):
     def solve(self, tokens: Sequence[int]) -> dict[int, int]:
         """Return the answer at every place of a sequence that has one, by an exact algorithm on its tokens."""
 
+    def scored_length(self, step: Tensor) -> Tensor | None:
+        """Return the length beyond which answers are not trained at a step, [1]; None: all are."""
+        return None
+
     def last_half(self, batch: Batch) -> Batch:
         """Keep the scored answers. Tasks with an answer at every token score the last half of the sequence."""
         return batch

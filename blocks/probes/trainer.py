@@ -170,6 +170,8 @@ class Trainer:
         task = self.task
         batch = task.draw(_DRAWN * task.batch, task.length, self.generator)
         answers, places = batch.answers_BA, None
+        if (limit := task.scored_length(self.count)) is not None:
+            answers = torch.where(batch.places_BA < limit, answers, IGNORE_INDEX)
         if task.vocab <= _DENSE_VOCAB:
             answers = torch.full_like(batch.tokens_BT, IGNORE_INDEX).scatter(1, batch.places_BA, answers)
         else:

@@ -10,6 +10,7 @@ import torch
 import deltazoo
 from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
+from deltazoo.backends.update import registry
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.probes import claims, records, report, table
 from deltazoo.blocks.probes.model import probe_stack
@@ -55,6 +56,17 @@ def test_forgetting_mqar_asks_for_values_that_replaced_others():
     assert sorted(keys.count(key) for key in set(keys)) == [2, 2, 2, 2]
 
 
+def test_a_curriculum_trains_on_a_growing_length():
+    each = task("parity(length=64,curriculum=4,steps=100,batch=2)")
+    assert each.scored_length(torch.tensor([0])).item() == 4
+    assert each.scored_length(torch.tensor([25])).item() == 34
+    assert each.scored_length(torch.tensor([80])).item() == 64
+    trainer = Trainer(probe_stack("deltanet", each).build(), each, 1e-3, 0)
+    trainer._draw()
+    is_scored_T = (trainer.drawn.answers_NBA != IGNORE_INDEX).all(dim=(0, 1))
+    assert is_scored_T.tolist() == [True] * 4 + [False] * 60
+
+
 @pytest.mark.parametrize(("group", "order"), [("S3", 6), ("S4", 24), ("A5", 60), ("S5", 120)])
 def test_the_elements_are_a_group(group, order):
     listed = elements(group)
@@ -95,7 +107,7 @@ def test_every_mixer_gets_the_sizes_of_the_task_unless_it_names_its_own():
 
 def test_a_run_learns_and_ends_when_the_task_is_solved(tmp_path):
     easy = "parity(length=2,lengths=[2],steps=100,batch=16,width=16,heads=1,rates=[1e-2],evaluation_tokens=1024)"
-    (run,) = probe(["deltanet"], [easy], tmp_path, ProbeConfig(seeds=1, workers=1)).runs
+    (run,) = probe([(["deltanet"], [easy])], tmp_path, ProbeConfig(seeds=1, workers=1)).runs
     assert run.score == 1.0 and run.steps < 100
     assert run.curve[-1].loss < 0.5 and run.curve[-1].accuracy == 1.0
 
@@ -103,7 +115,7 @@ def test_a_run_learns_and_ends_when_the_task_is_solved(tmp_path):
 def test_probe_runs_rates_then_seeds_and_resumes(tmp_path):
     config = ProbeConfig(seeds=2, workers=1)
     seen = []
-    first = probe(["deltanet"], [TINY], tmp_path, config, on_run=seen.append)
+    first = probe([(["deltanet"], [TINY])], tmp_path, config, on_run=seen.append)
     assert first.problems == [] and first.runs == seen == records.read(tmp_path / "runs.jsonl")
     assert [(run.rate, run.seed) for run in first.runs][:2] == [(1e-2, 0), (1e-3, 0)]
     best = max(first.runs[:2], key=lambda run: run.rank).rate
@@ -111,10 +123,10 @@ def test_probe_runs_rates_then_seeds_and_resumes(tmp_path):
     assert set(first.runs[0].accuracy) == {4, 8} and first.runs[0].steps == 4
 
     seen.clear()
-    assert probe(["deltanet"], [TINY], tmp_path, config, on_run=seen.append).runs == first.runs and seen == []
+    assert probe([(["deltanet"], [TINY])], tmp_path, config, on_run=seen.append).runs == first.runs and seen == []
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:1], lines[1][:50]]))  # killed while it wrote the second
-    again = probe(["deltanet"], [TINY], tmp_path, config, on_run=seen.append).runs
+    again = probe([(["deltanet"], [TINY])], tmp_path, config, on_run=seen.append).runs
     assert len(seen) == 2
     figures = [(run.rate, run.seed, run.accuracy, run.curve) for run in again]
     assert figures == [(run.rate, run.seed, run.accuracy, run.curve) for run in first.runs]
@@ -122,13 +134,13 @@ def test_probe_runs_rates_then_seeds_and_resumes(tmp_path):
 
 def test_a_rate_that_solves_the_task_ends_the_search(tmp_path):
     easy = "parity(length=2,lengths=[2],steps=100,batch=16,width=16,heads=1,rates=[1e-2,1e-6],evaluation_tokens=1024)"
-    runs = probe(["deltanet"], [easy], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
+    runs = probe([(["deltanet"], [easy])], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
     assert [(run.rate, run.seed, run.is_solved) for run in runs] == [(1e-2, 0, True), (1e-2, 1, True)]
 
 
 def test_runs_of_cells_that_share_a_device_are_those_of_single_cells(tmp_path):
     """As a GPU trains them: a run must not depend on the runs that are trained at the same time."""
-    single = probe(["deltanet", "s4d"], [TINY], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
+    single = probe([(["deltanet", "s4d"], [TINY])], tmp_path, ProbeConfig(seeds=2, workers=1)).runs
     running = [CellInProgress(TINY, mixer, [], 2, "cpu") for mixer in ("deltanet", "s4d")]
     together = []
     while running := [cell for cell in running if cell.members or cell.pending()]:
@@ -140,7 +152,7 @@ def test_runs_of_cells_that_share_a_device_are_those_of_single_cells(tmp_path):
 
 
 def test_a_spent_budget_names_what_is_missing(tmp_path):
-    result = probe(["deltanet"], [TINY], tmp_path, ProbeConfig(budget=0, workers=1))
+    result = probe([(["deltanet"], [TINY])], tmp_path, ProbeConfig(budget=0, workers=1))
     assert result.runs == []
     assert result.problems == [(f"deltanet on {TINY}", "the budget is spent; the same command continues")]
 
@@ -154,18 +166,18 @@ def test_a_file_of_something_else_is_refused(lines, tmp_path):
 
 def test_a_file_with_other_settings_is_refused(tmp_path):
     config = ProbeConfig(seeds=1, workers=1)
-    (run, *_) = probe(["deltanet"], [TINY], tmp_path, config).runs
+    (run, *_) = probe([(["deltanet"], [TINY])], tmp_path, config).runs
     changed = run.model_copy(update={"settings": {**run.settings, "steps": 5}})
     (tmp_path / "runs.jsonl").write_text(changed.model_dump_json() + "\n")
     with pytest.raises(ConfigError, match="with other settings"):
-        probe(["deltanet"], [TINY], tmp_path, config)
+        probe([(["deltanet"], [TINY])], tmp_path, config)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Runs with set scores: two mixers on parity, the first with three seeds at its best rate."""
     one_rate, folder = TINY.replace("1e-2,1e-3", "1e-2"), tmp_path_factory.mktemp("runs")
-    (run,) = probe(["deltanet"], [one_rate], folder, ProbeConfig(seeds=1, workers=1)).runs
+    (run,) = probe([(["deltanet"], [one_rate])], folder, ProbeConfig(seeds=1, workers=1)).runs
 
     def scored(mixer, rate, seed, score):
         figures = {"task": "parity", "mixer": mixer, "rate": rate, "seed": seed, "accuracy": {40: 1.0, 256: score}}
@@ -210,7 +222,7 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
 def test_every_claim_names_mixers_and_tasks_that_exist(name):
     claim = claims.CLAIMS[name]
     for each in claim.tasks:
-        for mixer in (*claim.better, *claim.worse):
+        for mixer in claim.mixers:
             assert probe_stack(mixer, task(each)).depth >= task(each).depth
 
 
@@ -218,9 +230,11 @@ def test_the_table_names_mixers_and_tasks_that_exist(finished):
     for name in table.TASKS:
         for mixer in table.MIXERS:
             assert probe_stack(mixer, TASKS[name]).depth == TASKS[name].depth
-    runs = [run.model_copy(update={"mixer": mixer}) for run in finished[:1] for mixer in ("s4d", "deltanet(gate=true)")]
-    assert table.of_table(runs) == runs[:1]
-    assert table.missing(runs) == len(table.MIXERS) * len(table.TASKS) - 1
+    mixers = ("s4d", "lru", "deltanet(gate=true)")
+    runs = [run.model_copy(update={"mixer": mixer}) for run in finished[:1] for mixer in mixers]
+    assert table.of_table(runs) == runs[:2]
+    assert table.missing(runs) == len(table.wanted()) - 2
+    assert {*table.MIXERS, *table.others()} >= {*registry.names(registry.MIXERS)}
 
 
 def test_models_of_a_spec_share_compiled_layers():
@@ -277,4 +291,4 @@ def test_the_pages_of_the_site_are_those_of_the_packaged_runs():
 def test_packaged_runs_have_a_commit_a_device_and_the_settings_of_their_tasks():
     for run in records.packaged():
         assert run.environment.commit is not None and run.environment.device
-        assert task(run.task).model_dump(mode="json") == run.settings
+        assert records.has_settings(run, task(run.task))

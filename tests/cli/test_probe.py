@@ -37,7 +37,7 @@ def test_a_claim_excludes_mixers_and_tasks(run):
 
 def test_list_and_show_cite_the_packaged_runs(ok, tmp_path, monkeypatch):
     one_rate = ProbeConfig(seeds=1, workers=1)
-    runs = probe(["deltanet", "deltanet(negative_eigenvalues=both)"], [TINY], tmp_path, one_rate).runs
+    runs = probe([(["deltanet", "deltanet(negative_eigenvalues=both)"], [TINY])], tmp_path, one_rate).runs
     monkeypatch.setattr(records, "packaged", lambda: tuple(runs))
     monkeypatch.setattr(show, "packaged", lambda: tuple(runs))
     listed = json.loads(ok("list", "--evidence", "--json").out)

@@ -14,7 +14,7 @@ RECALL = (
 
 def scores(mixers: list[str], task: str, folder: Path) -> list[float]:
     """Return the accuracy of each mixer in the last half of the longest sequences."""
-    result = probe(mixers, [task], folder, ProbeConfig(seeds=1, workers=1))
+    result = probe([(mixers, [task])], folder, ProbeConfig(seeds=1, workers=1))
     assert result.problems == []
     return [run.score for mixer in mixers for run in result.runs if run.mixer == mixer]
 

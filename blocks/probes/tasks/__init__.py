@@ -7,6 +7,8 @@ from pydantic import ValidationError
 from deltazoo.backends.io.errors import ConfigError, PatternError, unknown_name
 from deltazoo.backends.io.frozen_config import describe_errors
 from deltazoo.blocks.probes.task import Task
+from deltazoo.blocks.probes.tasks.bracket_arithmetic import BracketArithmetic
+from deltazoo.blocks.probes.tasks.capacity import Capacity
 from deltazoo.blocks.probes.tasks.forgetting_mqar import ForgettingMQAR
 from deltazoo.blocks.probes.tasks.fuzzy_recall import FuzzyRecall
 from deltazoo.blocks.probes.tasks.induction import InductionHeads
@@ -29,14 +31,21 @@ TASKS: dict[str, Task] = {
     "mqar_kimi": MQAR(length=1024, lengths=(1024,), pairs=64, tokens=8192, width=256, heads=2, steps=20_000, batch=64,
                       rates=(5e-5, 1e-4, 5e-4, 1e-3)),
     "forgetting_mqar": ForgettingMQAR(),
+    "capacity": Capacity(),
     "induction": InductionHeads(),
+    "induction_long": InductionHeads(lengths=(256, 4096, 2**16, 2**20), evaluation_tokens=2**24),
     "selective_copying": SelectiveCopying(),
     "parity": Parity(),
+    "parity_curriculum": Parity(curriculum=3, steps=10_000, batch=256),
     "s3": WordProblem(),
+    "s3_published": WordProblem(length=128, lengths=(128, 512), heads=8, steps=4900, batch=2048, rates=(1e-3,)),
     "s4": WordProblem(group="S4"),
     "a5": WordProblem(group="A5"),
     "s5": WordProblem(group="S5"),
     "modular_arithmetic": ModularArithmetic(),
+    "arithmetic_curriculum": ModularArithmetic(curriculum=3, length=159, lengths=(159, 255), steps=10_000),
+    "bracket_arithmetic": BracketArithmetic(),
+    "brackets_curriculum": BracketArithmetic(curriculum=3, length=159, lengths=(159, 255), steps=10_000),
     "palindrome": Palindrome(),
     "stacks": Stacks(),
     "needle1": Needle(haystack="repeated"),

@@ -7,14 +7,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Generator
 
-from deltazoo.blocks.probes.task import Batch, Dtype, Task
+from deltazoo.blocks.probes.prefix_task import PrefixTask
+from deltazoo.blocks.probes.task import Batch, Dtype
 from deltazoo.blocks.probes.tasks import draws
-from deltazoo.blocks.probes.tasks.parity import last_half
 
-_SIGNS = "+-*"
+SIGNS = "+-*"
 
 
-class ModularArithmetic(Task):
+class ModularArithmetic(PrefixTask):
     """d o d o d ... with digits d below `modulus` and o one of + - *, which has precedence.
 
     The answer at each digit is the value of the expression up to it; operators are not scored.
@@ -49,7 +49,7 @@ class ModularArithmetic(Task):
 
     @property
     def vocab(self) -> int:
-        return self.modulus + len(_SIGNS)
+        return self.modulus + len(SIGNS)
 
     @property
     def chance(self) -> float:
@@ -58,7 +58,7 @@ class ModularArithmetic(Task):
     def draw(self, batch: int, length: int, generator: Generator) -> Batch:
         count = (length + 1) // 2
         digits_BN = draws.integers(0, self.modulus, (batch, count), generator)
-        signs_BN = draws.integers(0, len(_SIGNS), (batch, count), generator)
+        signs_BN = draws.integers(0, len(SIGNS), (batch, count), generator)
         sums_B, product_B = torch.zeros_like(digits_BN[:, 0]), digits_BN[:, 0]
         answers = [product_B]
         for n in range(1, count):
@@ -73,8 +73,5 @@ class ModularArithmetic(Task):
         return Batch(tokens_BT, places_BN, torch.stack(answers, dim=1))
 
     def solve(self, tokens: Sequence[int]) -> dict[int, int]:
-        text = [str(t) if t < self.modulus else _SIGNS[t - self.modulus] for t in tokens]
+        text = [str(t) if t < self.modulus else SIGNS[t - self.modulus] for t in tokens]
         return {place: eval("".join(text[: place + 1])) % self.modulus for place in range(0, len(tokens), 2)}
-
-    def last_half(self, batch: Batch) -> Batch:
-        return last_half(batch)

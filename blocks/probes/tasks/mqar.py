@@ -55,14 +55,18 @@ class MQAR(Task):
         return 1 / self.pairs
 
     def draw(self, batch: int, length: int, generator: Generator) -> Batch:
-        half = self.tokens // 2
-        keys_BN = 1 + draws.distinct(self.pairs, half - 1, batch, generator)
-        values_BN = half + draws.distinct(self.pairs, half, batch, generator)
+        half, pairs = self.tokens // 2, self.pairs_of(length)
+        keys_BN = 1 + draws.distinct(pairs, half - 1, batch, generator)
+        values_BN = half + draws.distinct(pairs, half, batch, generator)
         context_BC = torch.stack((keys_BN, values_BN), dim=2).flatten(1)
         return with_queries(context_BC, keys_BN, values_BN, length, self.tokens, generator)
 
     def solve(self, tokens: Sequence[int]) -> dict[int, int]:
-        return answers_after(tokens, 2 * self.pairs)
+        return answers_after(tokens, 2 * self.pairs_of(len(tokens)))
+
+    def pairs_of(self, length: int) -> int:
+        """Return the number of pairs in a sequence."""
+        return self.pairs
 
 
 class ShortMQAR(MQAR):

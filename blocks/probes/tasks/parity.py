@@ -6,11 +6,12 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Generator
 
-from deltazoo.blocks.probes.task import Batch, Dtype, Task
+from deltazoo.blocks.probes.prefix_task import PrefixTask
+from deltazoo.blocks.probes.task import Batch, Dtype
 from deltazoo.blocks.probes.tasks import draws
 
 
-class Parity(Task):
+class Parity(PrefixTask):
     """Random bits; the answer at every bit is the sum so far, modulo 2."""
 
     name: ClassVar[str] = "parity"
@@ -49,12 +50,3 @@ class Parity(Task):
 
     def solve(self, tokens: Sequence[int]) -> dict[int, int]:
         return {place: sum(tokens[: place + 1]) % 2 for place in range(len(tokens))}
-
-    def last_half(self, batch: Batch) -> Batch:
-        return last_half(batch)
-
-
-def last_half(batch: Batch) -> Batch:
-    """Keep the answers in the last half of the sequence."""
-    first = batch.places_BA.shape[1] // 2
-    return Batch(batch.tokens_BT, batch.places_BA[:, first:], batch.answers_BA[:, first:])

@@ -9,14 +9,14 @@ import torch
 from pydantic import Field
 from torch import Generator, Tensor
 
-from deltazoo.blocks.probes.task import Batch, Dtype, Task
+from deltazoo.blocks.probes.prefix_task import PrefixTask
+from deltazoo.blocks.probes.task import Batch, Dtype
 from deltazoo.blocks.probes.tasks import draws
-from deltazoo.blocks.probes.tasks.parity import last_half
 
 Permutation = tuple[int, ...]
 
 
-class WordProblem(Task):
+class WordProblem(PrefixTask):
     """Random elements of a permutation group; the answer at each is the product so far, x_t ... x_2 x_1."""
 
     name: ClassVar[str] = "word_problem"
@@ -71,9 +71,6 @@ class WordProblem(Task):
             product = compose(group[token], product)
             answers[place] = group.index(product)
         return answers
-
-    def last_half(self, batch: Batch) -> Batch:
-        return last_half(batch)
 
 
 def compose(first: Permutation, second: Permutation) -> Permutation:
