@@ -1,5 +1,7 @@
 """The Hopper kernels on a GPU against float64, for every spec and route, and the errors where they cannot run."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from triton_cases import (
@@ -37,24 +39,28 @@ on_hopper = pytest.mark.skipif(
 )
 
 
-@on_hopper
-@pytest.mark.parametrize("regime", ["ordinary", "decays"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_hopper_prepare_and_gradients_match_float64(shape, dtype, regime):
-    config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in ("prepare", "gradients")})
-    for name in supported_specs(SHAPES[shape], dtype):
-        assert_conforms(TritonBackend(config), case_of(name, shape, dtype, regime))
-
-
-def supported_specs(shape: Shape, dtype: torch.dtype) -> list[str]:
-    """Names of the specs that the Hopper kernels support.
+def supported(shapes: Mapping[str, Shape]) -> list[tuple[str, torch.dtype, str]]:
+    """The shapes, dtypes and specs that the Hopper kernels support.
 
     A delta rule without decay and beta and with few keys uses split terms in bfloat16, which they do not support; the
-    next test covers it.
+    test after the next covers it.
     """
-    few = dtype == torch.bfloat16 and shape.K <= 32
-    return [name for name in IN_16_BITS if not (few and name == "delta")]
+    return [
+        (shape, dtype, name)
+        for shape in shapes
+        for dtype in (torch.bfloat16, torch.float16)
+        for name in IN_16_BITS
+        if not (name == "delta" and dtype == torch.bfloat16 and shapes[shape].K <= 32)
+    ]
+
+
+# A test runs all regimes, so that the kernels of a spec are compiled once.
+@on_hopper
+@pytest.mark.parametrize(("shape", "dtype", "name"), supported(SHAPES), ids=str)
+def test_hopper_prepare_and_gradients_match_float64(shape, dtype, name):
+    config = LaunchConfig(**{kernel: FOR_HOPPER[kernel] for kernel in ("prepare", "gradients")})
+    for regime in ("ordinary", "decays"):
+        assert_conforms(TritonBackend(config), case_of(name, shape, dtype, regime))
 
 
 @on_hopper
@@ -100,15 +106,17 @@ ROUTES = {
 }  # fmt: skip
 
 
+INPUTS = ({"regime": "ordinary"}, {"regime": "parallel"}, {"regime": "decays"}, {"state": "none"})
+
+
 @on_hopper
-@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays", "no state"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("route", ROUTES)
-def test_hopper_scans_and_backward_match_float64(route, dtype, regime):
+@pytest.mark.parametrize(
+    ("route", "dtype", "name"), supported({name: shape for name, (_, shape) in ROUTES.items()}), ids=str
+)
+def test_hopper_scans_and_backward_match_float64(route, dtype, name):
     launches, shape = ROUTES[route]
     config = LaunchConfig(**(FOR_HOPPER | launches))
-    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
-    for name in supported_specs(shape, dtype):
+    for inputs in INPUTS:
         assert_conforms(TritonBackend(config), Case(SPECS[name], shape, dtype, **inputs))
 
 
@@ -123,16 +131,15 @@ ERASE_KEYS = {
 
 
 @on_hopper
-@pytest.mark.parametrize("regime", ["ordinary", "parallel", "decays", "no state"])
+@pytest.mark.parametrize("name", ERASE_KEYS)
 @pytest.mark.parametrize(
     "route", [name for name, (launches, shape) in ROUTES.items() if 32 < shape.K <= 128 and "reverse" not in launches]
 )
-def test_erase_keys_that_differ_from_k_match_float64(route, regime):
+def test_erase_keys_that_differ_from_k_match_float64(route, name):
     launches, shape = ROUTES[route]
     config = LaunchConfig(**(FOR_HOPPER | launches))
-    inputs = {"state": "none"} if regime == "no state" else {"regime": regime}
-    for spec in ERASE_KEYS.values():
-        assert_conforms(TritonBackend(config), Case(spec, shape, torch.bfloat16, **inputs))
+    for inputs in INPUTS:
+        assert_conforms(TritonBackend(config), Case(ERASE_KEYS[name], shape, torch.bfloat16, **inputs))
 
 
 @on_hopper
