@@ -47,6 +47,10 @@ def command(
         bool,
         typer.Option("--table", help="Make the runs of the tables of docs/evidence/: 17 mixers on 8 tasks, all on 3."),
     ] = False,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Train the mixers on this text file or folder, with equal parameters and tokens."),
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(help="Folder of runs.jsonl. Runs that it holds are not repeated, so a second call continues."),
@@ -88,12 +92,16 @@ def command(
         return
     from deltazoo.backends.io.errors import ConfigError, unknown_name
     from deltazoo.blocks.probes.claims import CLAIMS, page
-    from deltazoo.blocks.probes.report import environments, score_table
+    from deltazoo.blocks.probes.report import environments, position_table, score_table
     from deltazoo.blocks.probes.report import plot as draw
     from deltazoo.blocks.probes.runner import ProbeConfig, probe
     from deltazoo.blocks.probes.table import MIXERS, SHORT_TASKS, TASKS, others
     from deltazoo.blocks.training.report import check_outputs
 
+    if text is not None:
+        if tasks is not None:
+            raise ConfigError("only one of --text and --tasks may be given")
+        tasks = f'text(path="{text}")'
     choices = {"--claim": claim is not None, "--table": table, "--mixers/--tasks": (mixers, tasks) != (None, None)}
     given = [name for name, is_given in choices.items() if is_given]
     if len(given) > 1:
@@ -122,6 +130,9 @@ def command(
         scores = score_table(result.runs)
         print_line()
         print_table(scores.columns, scores.rows)
+        if text is not None:
+            print_line()
+            print_table(*position_table(result.runs)[:2])
         print_line()
         print_notes(scores.notes)
         for line in environments(result.runs):

@@ -47,20 +47,19 @@ class Batch(NamedTuple):
 
 
 def load_text(path: str | Path | None = None) -> Text:
-    """Read a text file, or the sources of Python's standard library if there is no path.
+    """Read a text file, the files of a folder, or the sources of Python's standard library if there is no path.
 
-    Of the sources, every tenth file is validation text. A single file is cut into twenty blocks, of which the tenth and
-    the twentieth are validation text. The split depends only on the text.
+    Of several files, in the order of their paths, every tenth is validation text. A single file is cut into twenty
+    blocks, of which the tenth and the twentieth are validation text. The split depends only on the text.
 
     Raises: ConfigError: the file cannot be read, is binary, or is too short to split; InputError: wrong type.
     """
     check_type("text", path, str | Path | None, "a path, a Text or None")
     if path is None:
         return _standard_library()
-    with file_errors("read", path):
-        data = Path(path).read_bytes()
-    if (zero := data.find(b"\0")) >= 0:
-        raise ConfigError(f"text file {path} must contain text, got a binary file: byte {zero} is 0")
+    if Path(path).is_dir():
+        return _folder(Path(path))
+    data = _read(Path(path))
     if len(data) < _BLOCKS:
         raise ConfigError(f"text file {path} must contain at least {_BLOCKS} bytes, got {len(data)}")
     bounds = np.linspace(0, len(data), _BLOCKS + 1).astype(int)
@@ -115,6 +114,21 @@ def _standard_library() -> Text:
         raise ConfigError(f"this Python has no sources of its standard library in {root}; give a text file")
     source = f"sources of the standard library of Python {sysconfig.get_python_version()}"
     return _split([path.read_bytes() for path in files], source, None)
+
+
+def _folder(root: Path) -> Text:
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    if len(files) < _VALIDATION_PERIOD:
+        raise ConfigError(f"folder {root} must have at least {_VALIDATION_PERIOD} text files, got {len(files)}")
+    return _split([_read(path) for path in files], str(root), str(root.absolute()))
+
+
+def _read(path: Path) -> bytes:
+    with file_errors("read", path):
+        data = path.read_bytes()
+    if (zero := data.find(b"\0")) >= 0:
+        raise ConfigError(f"text file {path} must contain text, got a binary file: byte {zero} is 0")
+    return data
 
 
 def _split(blocks: list[bytes], source: str, path: str | None) -> Text:

@@ -12,6 +12,7 @@ from deltazoo.blocks.probes.tasks import task as task_of
 
 _REACHED, _MARGIN = 0.99, 0.05
 _FOLDER = "blocks/probes/results"
+_HOLDS = {True: "holds", False: "does not hold", None: "not decided"}
 # With the short convolution of the delta rules. GLA's keys are half as wide by default.
 _ADDITIVE = ("simple_gla(conv_width=4)", "gla(conv_width=4,key_width=32)")
 
@@ -24,6 +25,8 @@ class Claim(NamedTuple):
         better, worse: mixers, compared on each task by the mean score of their seeds.
         solved: whether the claim is about what a layer can compute: then `better` must reach 99 %, and the best seed of
             each mixer counts.
+        stable: whether the claim is about divergence: then no run of `better` may diverge, at any rate, and some run of
+            each of `worse` must.
         also: mixers that the page shows beside them.
         published: by task and mixer, the scaled accuracy in percent that the source reports.
     """
@@ -35,6 +38,7 @@ class Claim(NamedTuple):
     better: tuple[str, ...]
     worse: tuple[str, ...]
     solved: bool = False
+    stable: bool = False
     also: tuple[str, ...] = ()
     published: Mapping[str, Mapping[str, float]] | None = None
 
@@ -129,6 +133,7 @@ CLAIMS = {
         ("mqar_short", "stacks"),
         ("efla",),
         ("deltanet(key_norm=false)",),
+        stable=True,
         also=("efla(key_norm=true)", "deltanet"),
     ),
     "mixture-of-memories": Claim(
@@ -179,13 +184,12 @@ CLAIMS = {
         "Mamba-3, by its rotations, and Gated DeltaNet with eigenvalues in [-1, 1] compute parity and modular "
         "arithmetic beyond the training length, and Mamba-2 does not.",
         "Lahoti 2026, arXiv 2603.15569, table 5b",
-        ("parity_curriculum", "arithmetic_curriculum", "brackets_curriculum"),
+        ("parity_curriculum", "arithmetic_curriculum"),
         ("mamba3", _NEGATIVE_GDN),
         ("mamba2",),
         published={
             "parity_curriculum": {"mamba3": 100, _NEGATIVE_GDN: 100, "mamba2": 0.90},
             "arithmetic_curriculum": {"mamba3": 98.51, _NEGATIVE_GDN: 99.25, "mamba2": 47.81},
-            "brackets_curriculum": {"mamba3": 87.75, _NEGATIVE_GDN: 93.50, "mamba2": 0.88},
         },
     ),
 }
@@ -208,12 +212,14 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     missing = [f"`{mixer}`" for mixer in compared if (task, mixer) not in found]
     if missing:
         return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
+    if claim.stable:
+        return _stability(claim, task, runs)
     score = "best seed" if claim.solved else "mean"
     scores = {mixer: found[task, mixer].best if claim.solved else found[task, mixer].score for mixer in compared}
     low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
     holds = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
     sentences = [
-        f"On {task} the claim {'holds' if holds else 'does not hold'} in these settings: by the {score}, the "
+        f"On {task} the claim {_HOLDS[holds]} in these settings: by the {score}, the "
         f"lowest of the better mixers is `{low}` with {100 * scores[low]:.1f} %, the highest of the others "
         f"`{high}` with {100 * scores[high]:.1f} %."
     ]
@@ -238,10 +244,24 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     return Verdict(holds, sentences)
 
 
+def _stability(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
+    """Compare the runs that diverged, of all rates and seeds."""
+    ended = {mixer: [run.diverged for run in runs if (run.task, run.mixer) == (task, mixer)] for mixer in claim.mixers}
+    holds = not any(any(ended[mixer]) for mixer in claim.better) and all(any(ended[mixer]) for mixer in claim.worse)
+    counts = ", ".join(f"`{mixer}` {sum(each)} of {len(each)}" for mixer, each in ended.items())
+    return Verdict(
+        holds,
+        [
+            f"On {task} the claim {_HOLDS[holds]} in these settings. Runs that diverged, of all rates and seeds: "
+            f"{counts}. A run has diverged if its loss is not finite at one of ten evaluations; its accuracy is that "
+            f"of the weights before."
+        ],
+    )
+
+
 def outcome(claim: Claim, runs: Sequence[Run]) -> str:
     """Name the outcome of a claim, for each task if it has several."""
-    names = {True: "holds", False: "does not hold", None: "not decided"}
-    outcomes = {task: names[verdict(claim, task, runs).holds] for task in claim.tasks}
+    outcomes = {task: _HOLDS[verdict(claim, task, runs).holds] for task in claim.tasks}
     if len(set(outcomes.values())) == 1:
         return outcomes[claim.tasks[0]]
     return ", ".join(f"{name} on {task}" for task, name in outcomes.items())

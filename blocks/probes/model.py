@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.model.mlp import Dense
@@ -15,6 +16,7 @@ from deltazoo.mixers.core.mixer import MixerConfig
 _MAX_DEPTH = 64
 _ONE_HOT_VOCAB = 256
 _STATE_SPACE_VALUES = 64  # Mamba-2's width of a value head
+_MLP_MAPS, _MLP_STEP = 3, 8  # matrices of an MLP with a gate; its width is a multiple for the sake of tensor cores
 
 
 def probe_stack(pattern: str, task: Task) -> StackSpec:
@@ -30,7 +32,7 @@ def probe_stack(pattern: str, task: Task) -> StackSpec:
     depth = next((depth for depth in depths if not unreached(term, depth)), None)
     if depth is None:
         raise ConfigError(f"mixer pattern must have at most {_MAX_DEPTH} layers, got {pattern}")
-    return StackSpec(
+    spec = StackSpec(
         width=task.width,
         depth=depth,
         vocab=task.vocab,
@@ -39,6 +41,36 @@ def probe_stack(pattern: str, task: Task) -> StackSpec:
         mlp=Dense(width=int(task.mlp * task.width)) if task.mlp else "none",
         tied=False,
     )
+    if not task.equal_parameters or pattern == "attention":
+        return spec
+    wanted, present = (each.describe().parameters for each in (probe_stack("attention", task), spec))
+    channels = int(task.mlp * task.width) + (wanted - present) / (_MLP_MAPS * task.width * depth)
+    width = _MLP_STEP * round(channels / _MLP_STEP)
+    if width < 1:
+        raise ConfigError(
+            f"{pattern} has {present:,} parameters, attention {wanted:,}: no width of the MLPs makes them equal"
+        )
+    return spec.model_copy(update={"mlp": Dense(width=width)})
+
+
+class Decoder(nn.Module):
+    """The logits of n answers from equal vectors: an MLP of a vector plus one that is learned for each answer."""
+
+    def __init__(self, width: int, answers: int, vocab: int) -> None:
+        super().__init__()
+        self.index_AD = nn.Parameter(0.02 * torch.randn(answers, width))
+        self.hidden, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, vocab)
+
+    @classmethod
+    def replace_head(cls, model: LanguageModel, task: Task) -> None:
+        """Replace the head of a model, if the task reads several answers from one vector."""
+        if task.decoded:
+            model.head = cls(task.width, task.decoded, task.vocab)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Decode vectors, [B, A, D] or [B A, D]."""
+        x_BAD = x.reshape(-1, *self.index_AD.shape) + self.index_AD
+        return self.out(functional.silu(self.hidden(x_BAD))).reshape(*x.shape[:-1], -1)
 
 
 class OneHotEmbedding(nn.Module):

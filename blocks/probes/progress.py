@@ -14,7 +14,7 @@ from deltazoo.backends.measure.environment import environment
 from deltazoo.backends.update.dispatch import requested_backend, use_backend
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.stack import LanguageModel
-from deltazoo.blocks.probes.model import OneHotEmbedding, probe_stack
+from deltazoo.blocks.probes.model import Decoder, OneHotEmbedding, probe_stack
 from deltazoo.blocks.probes.records import SOLVED, Point, Run, cells
 from deltazoo.blocks.probes.task import Task
 from deltazoo.blocks.probes.tasks import task as task_of
@@ -35,6 +35,7 @@ class Member:
         with torch.random.fork_rng(devices=[]), nullcontext() if self.compiles else _in_plain_torch():
             torch.manual_seed(seed)
             model = stack.build()
+            Decoder.replace_head(model, task)
         if self.compiles:
             OneHotEmbedding.replace_in(model)
         self.trainer = Trainer(model.to(device), task, rate, seed)
@@ -42,15 +43,16 @@ class Member:
         self.bounds = sorted({-(-task.steps * n // _POINTS) for n in range(1, _POINTS + 1)})
         self.curve: list[Point] = []
         self.accuracy: dict[int, float] = {}
+        self.bits: dict[int, float] = {}
         self.seconds = 0.0
-        self.queued: Tensor | None = None  # accuracies that are being computed
+        self.queued: Tensor | None = None  # scores that are being computed
 
     def set_up(self) -> None:
         """Take the first steps on a GPU and evaluate each length, which compiles kernels and captures the graphs."""
         if self.trainer.is_cuda:
             self.trainer.compile()
             self.trainer.train(min(EAGER_STEPS, self.bounds[0] - 1))
-            self.trainer.read(self.trainer.queue_accuracies(_CHECK_TOKENS))
+            self.trainer.read(self.trainer.queue_scores(_CHECK_TOKENS))
 
     def queue_steps(self) -> None:
         """Take a turn of steps, up to the next evaluation."""
@@ -60,21 +62,21 @@ class Member:
     def queue_evaluation(self) -> None:
         """Evaluate the model if that is due. On a GPU the call returns before the figures are computed."""
         if self.trainer.step in self.bounds:
-            self.queued = self.trainer.queue_accuracies(min(_CHECK_TOKENS, self.trainer.task.evaluation_tokens))
+            self.queued = self.trainer.queue_scores(min(_CHECK_TOKENS, self.trainer.task.evaluation_tokens))
 
     def read_evaluation(self) -> None:
         """Add a point to the curve, and end the run if it is complete, diverged or solves the task."""
         if self.queued is None:
             return
         trainer, task = self.trainer, self.trainer.task
-        loss, accuracies = trainer.last_loss(), trainer.read(self.queued)
+        loss, (accuracies, _) = trainer.last_loss(), trainer.read(self.queued)
         self.queued = None
         self.curve.append(Point(trainer.step, loss, accuracies[0]))
         is_last = trainer.step == task.steps or not math.isfinite(loss)
         if is_last or min(accuracies) >= SOLVED:
-            final = trainer.read(trainer.queue_accuracies(task.evaluation_tokens))
+            final, bits = trainer.read(trainer.queue_scores(task.evaluation_tokens))
             if is_last or min(final) >= SOLVED:
-                self.accuracy = dict(zip(task.lengths, final, strict=True))
+                self.accuracy, self.bits = (dict(zip(task.lengths, each, strict=True)) for each in (final, bits))
 
 
 class CellInProgress:
@@ -156,10 +158,11 @@ class CellInProgress:
         trainer, task, costs = member.trainer, member.trainer.task, self.stack.describe()
         return Run(
             task=self.task, mixer=self.mixer, rate=member.rate, seed=member.seed,
-            settings=task.model_dump(mode="json"), steps=trainer.step, accuracy=member.accuracy, chance=task.chance,
-            curve=member.curve, diverged=not math.isfinite(member.curve[-1].loss), parameters=costs.parameters,
-            state_bytes=costs.state_bytes, cache_bytes=costs.cache_bytes, seconds=round(member.seconds, 2),
-            captured=trainer.graph is not None, kernels=member.compiles, environment=environment(self.device),
+            settings=task.model_dump(mode="json"), steps=trainer.step, accuracy=member.accuracy, bits=member.bits,
+            chance=task.chance, curve=member.curve, diverged=not math.isfinite(member.curve[-1].loss),
+            parameters=costs.parameters, state_bytes=costs.state_bytes, cache_bytes=costs.cache_bytes,
+            seconds=round(member.seconds, 2), captured=trainer.graph is not None, kernels=member.compiles,
+            environment=environment(self.device),
         )  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
 import functools
 import importlib.resources
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.measure.environment import Environment
@@ -18,11 +19,15 @@ RUNS = "runs.jsonl"
 SOLVED = 0.999  # accuracy at every length, at which a run ends
 
 
+# JSON has no NaN: a loss that is not finite is null.
+Loss = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
 class Point(NamedTuple):
     """The training loss in nats per answer, and the accuracy at the training length, after `step` steps."""
 
     step: int
-    loss: float
+    loss: Loss
     accuracy: float
 
 
@@ -34,6 +39,7 @@ class Run(BaseModel):
         settings: every field of the task.
         steps: taken; fewer than the schedule's if the run solved the task, or diverged.
         accuracy: of the scored answers by sequence length; NaN logits are wrong.
+        bits: mean cross entropy of the scored answers by sequence length; empty in older records.
         chance: accuracy without reading the sequence.
         state_bytes: of the recurrent states of all layers for one sequence, in float32; cache_bytes: per token.
         seconds: of training and evaluation; runs that were trained at the same time have equal shares of the time.
@@ -51,6 +57,7 @@ class Run(BaseModel):
     settings: dict[str, Any]
     steps: int
     accuracy: dict[int, float]
+    bits: dict[int, Loss] = {}
     chance: float
     curve: list[Point]
     diverged: bool

@@ -70,6 +70,19 @@ def run_table(runs: Sequence[Run]) -> Table:
     return Table(columns, rows)
 
 
+def position_table(runs: Sequence[Run]) -> Table:
+    """Return a row per mixer: the mean bits per byte at its best rate, in the second half of each length."""
+    lengths = sorted(runs[0].bits)
+    columns = ["mixer", ">rate", ">seeds", ">parameters", ">s per run", *(f">{n // 2:,}-{n:,}" for n in lengths)]
+    rows = []
+    for cell in cells(runs).values():
+        bits = [fmean(run.bits[length] for run in cell.runs) for length in lengths]
+        first, seconds = cell.runs[0], fmean(run.seconds for run in cell.runs)
+        figures = [f"{cell.rate:g}", str(len(cell.runs)), f"{first.parameters:,}", f"{seconds:.1f}"]
+        rows.append([cell.mixer, *figures, *(f"{x:.3f}" for x in bits)])
+    return Table(columns, rows)
+
+
 def task_line(name: str) -> str:
     """Describe the settings and the score of a task in a sentence."""
     task = task_of(name)

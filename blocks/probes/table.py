@@ -26,7 +26,12 @@ MIXERS = (
 )
 TASKS = ("parity", "s3", "mqar_short", "forgetting_mqar", "induction", "needle2", "stacks", "selective_copying")
 
-SHORT_TASKS = ("parity", "s3", "mqar_short")  # of every other mixer
+# Of every other mixer: one rate, few steps, and equal sizes, so that a mixer is compiled once.
+SHORT_TASKS = (
+    "parity(heads=2,steps=1000,rates=[1e-2])",
+    "s3(width=64,heads=2,steps=2000,rates=[3e-3])",
+    "mqar_short(rates=[3e-3],dtype=float32)",
+)
 
 
 def others() -> list[str]:
@@ -36,10 +41,18 @@ def others() -> list[str]:
 
 
 def of_table(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of the table by column and row: its mixers, then the others by name."""
-    rows = [*MIXERS, *others()]
-    chosen = [run for run in runs if run.task in TASKS and run.mixer in rows]
-    return sorted(chosen, key=lambda run: (TASKS.index(run.task), rows.index(run.mixer)))
+    """Return the runs of the table by column and row."""
+    return _sorted(runs, TASKS, MIXERS)
+
+
+def of_short_rows(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of the other mixers by column and row."""
+    return _sorted(runs, SHORT_TASKS, others())
+
+
+def _sorted(runs: Sequence[Run], tasks: Sequence[str], mixers: Sequence[str]) -> list[Run]:
+    chosen = [run for run in runs if run.task in tasks and run.mixer in mixers]
+    return sorted(chosen, key=lambda run: (tasks.index(run.task), mixers.index(run.mixer)))
 
 
 def missing(runs: Sequence[Run]) -> int:

@@ -41,6 +41,7 @@ class Task(FrozenConfig, ABC):
         weight_decay: applied to matrices only; the default is zoology's.
         evaluation_tokens: of the evaluation of a finished run at each length.
         dtype: compute dtype on a GPU; the CPU computes in float32.
+        equal_parameters: whether the width of the MLPs is chosen so that every mixer has the parameters of attention.
     """
 
     name: ClassVar[str]
@@ -61,6 +62,7 @@ class Task(FrozenConfig, ABC):
     weight_decay: float = Field(default=0.1, ge=0)
     evaluation_tokens: int = Field(default=2**16, ge=1)
     dtype: Dtype = "bfloat16"
+    equal_parameters: bool = False
 
     @property
     @abstractmethod
@@ -71,6 +73,11 @@ class Task(FrozenConfig, ABC):
     @abstractmethod
     def chance(self) -> float:
         """Accuracy of the best answer that ignores the sequence."""
+
+    @property
+    def decoded(self) -> int:
+        """Number of answers that an MLP reads from one vector; 0: the head reads the vector of each answer's place."""
+        return 0
 
     @property
     def difference(self) -> str:
@@ -88,6 +95,10 @@ class Task(FrozenConfig, ABC):
     @abstractmethod
     def solve(self, tokens: Sequence[int]) -> dict[int, int]:
         """Return the answer at every place of a sequence that has one, by an exact algorithm on its tokens."""
+
+    def draw_evaluation(self, batch: int, length: int, generator: Generator) -> Batch:
+        """Draw sequences of the evaluation with their scored answers."""
+        return self.last_half(self.draw(batch, length, generator))
 
     def scored_length(self, step: Tensor) -> Tensor | None:
         """Return the length beyond which answers are not trained at a step, [1]; None: all are."""

@@ -5,6 +5,7 @@ that several runs share a GPU without waiting for the host. A step adds in a fix
 """
 
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.losses import at_places
 from deltazoo.blocks.model.stack import LanguageModel
-from deltazoo.blocks.probes.task import Batch, Task
+from deltazoo.blocks.probes.task import Task
 from deltazoo.blocks.training.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from deltazoo.blocks.training.optimizer import Optimizer, learning_rate
 
@@ -41,10 +42,10 @@ class _Drawn(NamedTuple):
 
 
 class _Evaluation(NamedTuple):
-    """`run` draws sequences from the generator, and adds to counts [2]: right answers, scored answers."""
+    """`run` draws sequences and adds to sums [3]: right answers, scored answers, and their cross entropy in nats."""
 
     generator: torch.Generator
-    counts: Tensor
+    sums: Tensor
     run: Callable[[], None]
 
 
@@ -85,8 +86,8 @@ class Trainer:
         torch.compile may order sums by the sizes of the first call, and a run must not depend on which task was first.
         """
         if self.compiled is not None:
-            tokens_BT = torch.zeros(_COMPILE_SIZES, dtype=torch.int64, device=self.device)
             with self._on_stream(), _in_fixed_order(), self.compiled.active(), self._autocast():
+                tokens_BT = torch.zeros(_COMPILE_SIZES, dtype=torch.int64, device=self.device)
                 self.model.losses(tokens_BT, tokens_BT).total.backward()
             self.model.zero_grad()
 
@@ -109,57 +110,59 @@ class Trainer:
         with self._on_stream():
             return float(self.loss)
 
-    def queue_accuracies(self, tokens: int) -> Tensor:
-        """Return the share of the scored answers that have the largest logit, at each length of the task.
+    def queue_scores(self, tokens: int) -> Tensor:
+        """Return the share of the scored answers that have the largest logit, and their cross entropy in bits.
 
         On a GPU the call returns before the tensor is computed; `read` waits for it.
 
         Args: tokens: about as many are read at each length.
+        Returns: [2, n] float64 for the n lengths of the task.
         """
         with self._on_stream(), torch.no_grad():
-            return torch.stack([self._accuracy(length, tokens) for length in self.task.lengths])
+            return torch.stack([self._scores(length, tokens) for length in self.task.lengths], dim=1)
 
-    def read(self, values: Tensor) -> list[float]:
-        """Wait for a tensor that this trainer computes."""
+    def read(self, values: Tensor) -> tuple[list[float], list[float]]:
+        """Wait for scores that this trainer computes; return accuracies and bits."""
         with self._on_stream():
-            return [float(value) for value in values.tolist()]
+            accuracies, bits = values.tolist()
+            return accuracies, bits
 
-    def _accuracy(self, length: int, tokens: int) -> Tensor:
+    def _scores(self, length: int, tokens: int) -> Tensor:
         rows = max(1, min(_CALL_TOKENS, tokens) // length)
         if (length, rows) not in self.evaluations:
             self.evaluations[length, rows] = self._evaluation(length, rows)
         evaluation = self.evaluations[length, rows]
         evaluation.generator.manual_seed(_EVALUATION_SEED + length)
-        evaluation.counts.zero_()
+        evaluation.sums.zero_()
         for _ in range(max(1, tokens // (rows * length))):
             evaluation.run()
-        right, total = evaluation.counts.unbind()
-        return right / total.clamp(min=1)
+        right, total, nats = evaluation.sums.unbind()
+        return torch.stack((right, nats / math.log(2))) / total.clamp(min=1)
 
     def _evaluation(self, length: int, rows: int) -> "_Evaluation":
         """Build an evaluation on `rows` sequences, on a GPU as a graph."""
         generator = torch.Generator(self.device)
-        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
 
-        def count() -> None:
-            batch = self.task.last_half(self.task.draw(rows, length, generator))
+        def add() -> None:
+            batch = self.task.draw_evaluation(rows, length, generator)
             is_scored = batch.answers_BA != IGNORE_INDEX
             with self._autocast():
                 try:
-                    found_BA = self._answers(batch)
+                    x_BTD, _ = self.model.features(batch.tokens_BT)
+                    logits_BAL = self.model.logits(at_places(x_BTD, batch.places_BA)).float()
                 except ValueRangeError:  # a NaN, which a CPU refuses
-                    found_BA = torch.full_like(batch.answers_BA, IGNORE_INDEX - 1)
-            counts.add_(torch.stack((((found_BA == batch.answers_BA) & is_scored).sum(), is_scored.sum())))
+                    logits_BAL = torch.full((*batch.answers_BA.shape, self.task.vocab), math.nan)
+            found_BA = torch.where(logits_BAL.isnan().any(2), IGNORE_INDEX - 1, logits_BAL.argmax(2))
+            # By gather, because the sum of F.cross_entropy is not deterministic.
+            nats_BA = logits_BAL.logsumexp(2) - logits_BAL.gather(2, batch.answers_BA.clamp(min=0)[..., None])[..., 0]
+            right, nats = (found_BA == batch.answers_BA) & is_scored, torch.where(is_scored, nats_BA, 0.0).double()
+            sums.add_(torch.stack((right.sum().double(), is_scored.sum().double(), nats.sum())))
 
         if not self.is_cuda:
-            return _Evaluation(generator, counts, count)
-        count()  # loads the kernels
-        return _Evaluation(generator, counts, self._captured(count, generator).replay)
-
-    def _answers(self, batch: Batch) -> Tensor:
-        x_BTD, _ = self.model.features(batch.tokens_BT)
-        logits_BAL = self.model.logits(at_places(x_BTD, batch.places_BA))
-        return torch.where(logits_BAL.isnan().any(2), IGNORE_INDEX - 1, logits_BAL.argmax(2))
+            return _Evaluation(generator, sums, add)
+        add()  # loads the kernels
+        return _Evaluation(generator, sums, self._captured(add, generator).replay)
 
     def _take_step(self) -> None:
         with _in_fixed_order() if self.is_cuda else nullcontext():
@@ -172,7 +175,7 @@ class Trainer:
         answers, places = batch.answers_BA, None
         if (limit := task.scored_length(self.count)) is not None:
             answers = torch.where(batch.places_BA < limit, answers, IGNORE_INDEX)
-        if task.vocab <= _DENSE_VOCAB:
+        if task.vocab <= _DENSE_VOCAB and not task.decoded:
             answers = torch.full_like(batch.tokens_BT, IGNORE_INDEX).scatter(1, batch.places_BA, answers)
         else:
             places = torch.unflatten(batch.places_BA, 0, (_DRAWN, -1))

@@ -1,5 +1,6 @@
 """Probes: labels against exact solvers, runs that repeat and resume, and the figures of the tables."""
 
+import importlib.util
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.backends.update import registry
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.probes import claims, records, report, table
-from deltazoo.blocks.probes.model import probe_stack
+from deltazoo.blocks.probes.model import Decoder, probe_stack
 from deltazoo.blocks.probes.progress import CellInProgress
 from deltazoo.blocks.probes.runner import ProbeConfig, probe
 from deltazoo.blocks.probes.tasks import TASKS, task
@@ -32,12 +33,19 @@ def answers(batch, row):
 @pytest.mark.parametrize("name", TASKS)
 def test_the_labels_are_those_of_an_exact_solver(name):
     each = TASKS[name]
+    if each.name == "digits" and importlib.util.find_spec("sklearn") is None:
+        pytest.skip("scikit-learn, which ships the images, is not installed")
     for length in dict.fromkeys((each.length, each.lengths[-1])):
         batch = each.draw(3, length, torch.Generator().manual_seed(length))
         assert batch.tokens_BT.shape == (3, length)
         assert batch.tokens_BT.min() >= 0 and batch.tokens_BT.max() < each.vocab
         for row in range(3):
             solved = each.solve(batch.tokens_BT[row].tolist())
+            if each.decoded:
+                assert [*solved.values()] == batch.answers_BA[row].tolist()
+                continue
+            if each.name == "text":  # the answer at the last token is in the text only
+                batch.answers_BA[row, -1] = IGNORE_INDEX
             assert solved == answers(batch, row)
             scored = answers(each.last_half(batch), row)
             assert scored and scored.items() <= solved.items()
@@ -151,6 +159,28 @@ def test_runs_of_cells_that_share_a_device_are_those_of_single_cells(tmp_path):
     assert sorted(figures[0]) == sorted(figures[1])
 
 
+def test_a_run_that_diverges_is_read_again(tmp_path, finished):
+    nan = finished[0].model_copy(update={"curve": [records.Point(1, math.nan, 0.5)], "bits": {4: math.nan}})
+    records.append(tmp_path / "runs.jsonl", nan)
+    (read,) = records.read(tmp_path / "runs.jsonl")
+    assert math.isnan(read.curve[0].loss) and math.isnan(read.bits[4])
+
+
+def test_answers_that_are_read_from_one_vector_differ_by_their_index():
+    model = probe_stack("deltanet", TASKS["compression"]).build()
+    Decoder.replace_head(model, TASKS["compression"])
+    x_BAD = torch.randn(2, 1, 128).expand(-1, 31, -1)
+    logits_BAL = model.logits(x_BAD)
+    assert logits_BAL.shape == (2, 31, 17) and not torch.allclose(logits_BAL[:, 0], logits_BAL[:, 1])
+    assert torch.allclose(model.logits(x_BAD.flatten(0, 1)), logits_BAL.flatten(0, 1))
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "mamba2", "gla", "rwkv7"])
+def test_models_for_a_text_have_equal_parameters(mixer):
+    reference, model = (probe_stack(name, TASKS["text"]).describe().parameters for name in ("attention", mixer))
+    assert abs(model / reference - 1) < 0.005
+
+
 def test_a_spent_budget_names_what_is_missing(tmp_path):
     result = probe([(["deltanet"], [TINY])], tmp_path, ProbeConfig(budget=0, workers=1))
     assert result.runs == []
@@ -218,6 +248,15 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     assert claims.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
 
 
+def test_a_claim_about_stability_counts_the_runs_of_all_rates_that_diverged(finished):
+    claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",), stable=True)
+    assert claims.verdict(claim, "parity", finished).holds is False
+    diverged = [run.model_copy(update={"diverged": run.mixer == "worse"}) for run in finished]
+    found = claims.verdict(claim, "parity", diverged)
+    assert found.holds is True
+    assert "`better` 0 of 4, `worse` 1 of 1" in found.sentences[0]
+
+
 @pytest.mark.parametrize("name", claims.CLAIMS)
 def test_every_claim_names_mixers_and_tasks_that_exist(name):
     claim = claims.CLAIMS[name]
@@ -232,8 +271,10 @@ def test_the_table_names_mixers_and_tasks_that_exist(finished):
             assert probe_stack(mixer, TASKS[name]).depth == TASKS[name].depth
     mixers = ("s4d", "lru", "deltanet(gate=true)")
     runs = [run.model_copy(update={"mixer": mixer}) for run in finished[:1] for mixer in mixers]
-    assert table.of_table(runs) == runs[:2]
-    assert table.missing(runs) == len(table.wanted()) - 2
+    short = runs[1].model_copy(update={"task": table.SHORT_TASKS[0]})
+    assert table.of_table([*runs, short]) == runs[:1]
+    assert table.of_short_rows([*runs, short]) == [short]
+    assert table.missing([*runs, short]) == len(table.wanted()) - 2
     assert {*table.MIXERS, *table.others()} >= {*registry.names(registry.MIXERS)}
 
 
@@ -271,11 +312,11 @@ def test_a_captured_step_is_the_eager_step(mixer, name):
 def test_a_captured_evaluation_is_the_eager_evaluation():
     trainer = Trainer(probe_stack("gated_deltanet", TASKS["s3"]).build().cuda(), TASKS["s3"], 1e-3, 0)
     trainer.train(20)
-    first = [trainer.read(trainer.queue_accuracies(tokens)) for tokens in (2**14, 2**14, 2**16)]
-    assert first[0] == first[1] and 0.1 < first[0][0] < 0.9
+    first = [trainer.read(trainer.queue_scores(tokens)) for tokens in (2**14, 2**14, 2**16)]
+    assert first[0] == first[1] and 0.1 < first[0][0][0] < 0.9
     trainer.evaluations.clear()
     trainer._captured = lambda call, generator: SimpleNamespace(replay=call)
-    assert [trainer.read(trainer.queue_accuracies(tokens)) for tokens in (2**14, 2**14, 2**16)] == first
+    assert [trainer.read(trainer.queue_scores(tokens)) for tokens in (2**14, 2**14, 2**16)] == first
 
 
 def test_the_pages_of_the_site_are_those_of_the_packaged_runs():

@@ -9,6 +9,8 @@ from deltazoo.backends.io.frozen_config import describe_errors
 from deltazoo.blocks.probes.task import Task
 from deltazoo.blocks.probes.tasks.bracket_arithmetic import BracketArithmetic
 from deltazoo.blocks.probes.tasks.capacity import Capacity
+from deltazoo.blocks.probes.tasks.compression import Compression
+from deltazoo.blocks.probes.tasks.digits import Digits
 from deltazoo.blocks.probes.tasks.forgetting_mqar import ForgettingMQAR
 from deltazoo.blocks.probes.tasks.fuzzy_recall import FuzzyRecall
 from deltazoo.blocks.probes.tasks.induction import InductionHeads
@@ -19,8 +21,10 @@ from deltazoo.blocks.probes.tasks.needle import Needle
 from deltazoo.blocks.probes.tasks.palindrome import Palindrome
 from deltazoo.blocks.probes.tasks.parity import Parity
 from deltazoo.blocks.probes.tasks.recall import Recall
+from deltazoo.blocks.probes.tasks.regression import Regression
 from deltazoo.blocks.probes.tasks.selective_copying import SelectiveCopying
 from deltazoo.blocks.probes.tasks.stacks import Stacks
+from deltazoo.blocks.probes.tasks.text import TextTask
 from deltazoo.blocks.probes.tasks.word_problem import WordProblem
 from deltazoo.blocks.spec.pattern import parse
 from deltazoo.mixers.core.patterns import Name
@@ -43,7 +47,8 @@ TASKS: dict[str, Task] = {
     "a5": WordProblem(group="A5"),
     "s5": WordProblem(group="S5"),
     "modular_arithmetic": ModularArithmetic(),
-    "arithmetic_curriculum": ModularArithmetic(curriculum=3, length=159, lengths=(159, 255), steps=10_000),
+    "arithmetic_curriculum": ModularArithmetic(curriculum=3, length=159, lengths=(159, 255), steps=10_000,
+                                               rates=(1e-3, 3e-3)),
     "bracket_arithmetic": BracketArithmetic(),
     "brackets_curriculum": BracketArithmetic(curriculum=3, length=159, lengths=(159, 255), steps=10_000),
     "palindrome": Palindrome(),
@@ -55,6 +60,13 @@ TASKS: dict[str, Task] = {
     "noisy_recall": Recall(noise=0.2, noise_tokens=16),
     "fuzzy_recall": FuzzyRecall(),
     "memorization": Memorization(),
+    "compression": Compression(),
+    "regression": Regression(),
+    "digits": Digits(),
+    "digits_dropped": Digits(dropped=0.3),
+    "digits_scaled": Digits(factor=0.5),
+    "digits_noisy": Digits(noise=4.0),
+    "text": TextTask(),
 }  # fmt: skip
 
 
