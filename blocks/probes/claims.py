@@ -164,7 +164,7 @@ CLAIMS = {
         ("mamba",),
         ("h3", "hyena"),
         solved=True,
-        also=("mamba2", "gated_deltanet", "kda", "rwkv7"),
+        also=("mamba2", "gated_deltanet"),
     ),
     "s3-published": Claim(
         "DeltaProduct's S3 at the published size",
