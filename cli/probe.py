@@ -91,7 +91,8 @@ def command(
         _write_pages(pages, out)
         return
     from deltazoo.backends.io.errors import ConfigError, unknown_name
-    from deltazoo.blocks.probes.claims import CLAIMS, page
+    from deltazoo.blocks.probes.claims import CLAIMS
+    from deltazoo.blocks.probes.pages import page
     from deltazoo.blocks.probes.report import environments, position_table, score_table
     from deltazoo.blocks.probes.report import plot as draw
     from deltazoo.blocks.probes.runner import ProbeConfig, probe
@@ -157,7 +158,7 @@ def _print_run(run: "Run") -> None:
 
 def _write_pages(folder: Path, out: Path) -> None:
     from deltazoo.backends.io.output_path import output_folder
-    from deltazoo.blocks.probes.claims import pages
+    from deltazoo.blocks.probes.pages import pages
     from deltazoo.blocks.probes.records import RUNS, read
     from deltazoo.blocks.probes.report import plot
     from deltazoo.blocks.probes.table import of_table

@@ -3,15 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from deltazoo.backends.io.markdown_text import wrap_prose
-from deltazoo.backends.measure.table import Table
-from deltazoo.blocks.probes import table
 from deltazoo.blocks.probes.records import Run, cells
-from deltazoo.blocks.probes.report import environments, run_table, score_table, source_line, task_line
-from deltazoo.blocks.probes.tasks import task as task_of
 
 _REACHED, _MARGIN = 0.99, 0.05
-_FOLDER = "blocks/probes/results"
 _HOLDS = {True: "holds", False: "does not hold", None: "not decided"}
 # With the short convolution of the delta rules. GLA's keys are half as wide by default.
 _ADDITIVE = ("simple_gla(conv_width=4)", "gla(conv_width=4,key_width=32)")
@@ -265,109 +259,3 @@ def outcome(claim: Claim, runs: Sequence[Run]) -> str:
     if len(set(outcomes.values())) == 1:
         return outcomes[claim.tasks[0]]
     return ", ".join(f"{name} on {task}" for task, name in outcomes.items())
-
-
-def page(name: str, runs: Sequence[Run]) -> str:
-    """Format the page of a claim as Markdown, from runs of its mixers and tasks."""
-    claim = CLAIMS[name]
-    mixers = claim.mixers
-    used = [run for run in runs if run.task in claim.tasks and run.mixer in mixers]
-    used.sort(key=lambda run: (claim.tasks.index(run.task), mixers.index(run.mixer)))
-    tables = [run_table(used), *([_published(claim, used)] if claim.published else [])]
-    paragraphs = [
-        f"{claim.sentence} Source: {claim.source}.",
-        *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
-        *dict.fromkeys(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
-    ]
-    return _page(claim.title, paragraphs, used, claim.tasks, tables, [f"--claim {name}"])
-
-
-def _published(claim: Claim, runs: Sequence[Run]) -> Table:
-    """Return a row per published figure, with ours, the best seed."""
-    found = cells(runs)
-    columns = ["task", "mixer", ">published, scaled accuracy, %", ">here, mean", ">here, best seed"]
-    rows = []
-    for task, figures in (claim.published or {}).items():
-        chance = task_of(task).chance
-        for mixer, figure in figures.items():
-            cell = found.get((task, mixer))
-            ours = ["", ""] if cell is None else [_scaled(cell.score, chance), _scaled(cell.best, chance)]
-            rows.append([task, mixer, f"{figure:.2f}", *ours])
-    return Table(columns, rows)
-
-
-def _scaled(accuracy: float, chance: float) -> str:
-    """Format an accuracy scaled so that guessing has 0 and perfect answers 100."""
-    return f"{100 * (accuracy - chance) / (1 - chance):.2f}"
-
-
-def pages(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the pages of docs/evidence/ by file name: the table, and each claim with a finished run."""
-    if not runs:
-        return {"index.md": "# Evidence\n\nThis version has no runs. `deltazoo probe` makes them.\n"}
-    found = cells(runs)
-    begun = [
-        name
-        for name, claim in CLAIMS.items()
-        if any((task, mixer) in found for task in claim.tasks for mixer in claim.mixers)
-    ]
-    lines = [f"- [{CLAIMS[name].title}]({name}.md): {outcome(CLAIMS[name], runs)}" for name in begun]
-    shown = table.of_table(runs)
-    claimed = {(task, mixer) for c in CLAIMS.values() for task in c.tasks for mixer in c.mixers}
-    others = [run for run in runs if run not in shown and (run.task, run.mixer) not in claimed]
-    tasks = [task for task in table.TASKS if any(run.task == task for run in shown)]
-    tables = [score_table(shown)._replace(notes=()), *([run_table(others)] if others else [])]
-    paragraphs = [
-        "Small models of each mixer, trained on synthetic tasks. A cell is the accuracy in percent at the longest "
-        "sequences of the task: the mean over the seeds at the best learning rate, and in parentheses the lowest and "
-        "the highest seed. A cell without parentheses has one seed. Each mixer has its default fields: GLA, for "
-        "instance, has no short convolution.",
-        "![Heat map of the table, and accuracy over the sequence length](table.png)",
-    ]
-    if begun:
-        toctree = f"```{{toctree}}\n:hidden:\n\n{chr(10).join(begun)}\n```"
-        paragraphs += ["Claims of papers, checked in these settings:", "\n".join(lines), toctree]
-    if empty := table.missing(runs):
-        cells_of_table = len(table.wanted())
-        absent = [f"`{mixer}`" for mixer in table.MIXERS if not any(run.mixer == mixer for run in shown)]
-        row = f" There is no run of {', '.join(absent)}." if absent else ""
-        paragraphs.append(f"An empty cell has not been run; these are {empty} of {cells_of_table}.{row}")
-    commands = ["--table", *(f"--claim {name}" for name in begun)]
-    return {
-        "index.md": _page(
-            "Evidence", paragraphs, runs, [*tasks, *dict.fromkeys(run.task for run in others)], tables, commands
-        ),
-        **{f"{name}.md": page(name, runs) for name in begun},
-    }
-
-
-def _page(
-    title: str,
-    paragraphs: Sequence[str],
-    runs: Sequence[Run],
-    tasks: Sequence[str],
-    tables: Sequence[Table],
-    commands: Sequence[str],
-) -> str:
-    """Format a page: text, tables, settings of the tasks, environments and commands."""
-    text = "\n\n".join(map(wrap_prose, paragraphs))
-    settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
-    how = wrap_prose(
-        "The learning rate is the best of the task's rates with seed 0. A run ends early if it solves the task at "
-        "every length, and so does the search for the rate. The runs, with every rate and their curves, are in "
-        "`blocks/probes/results/runs.jsonl`. They were made on:"
-    )
-    made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))
-    shell = "\n".join(f"deltazoo probe {each} --out {_FOLDER} --device cuda" for each in commands)
-    parts = [
-        f"# {title}",
-        text,
-        *(each.markdown([]).strip() for each in tables),
-        "## Settings",
-        settings,
-        how,
-        made,
-        f"```bash\n{shell}\n```",
-        "This page is generated: `deltazoo probe --pages docs/evidence --out blocks/probes/results`.",
-    ]
-    return "\n\n".join(parts) + "\n"

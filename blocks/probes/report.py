@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _DPI = 150
 _COLUMNS = 3  # of curves in a figure
 _LABEL = 30  # characters of a line of a label
+_RECALLED = 0.9
 _DARK = 0.6  # scores below it have dark cells
 
 
@@ -67,6 +68,20 @@ def run_table(runs: Sequence[Run]) -> Table:
             f"{first.state_bytes:,}",
         ]
         rows.append([task, mixer, *figures])
+    return Table(columns, rows)
+
+
+def capacity_table(runs: Sequence[Run]) -> Table:
+    """Return a row per mixer: its state, the most pairs with a recall of 90 %, and the recall for each number."""
+    lengths = sorted(runs[0].accuracy)
+    columns = ["mixer", ">state, bytes", ">cache, bytes per token", ">pairs at 90 %", *(f">{n // 4}" for n in lengths)]
+    rows = []
+    for cell in cells(runs).values():
+        means = [fmean(run.accuracy[length] for run in cell.runs) for length in lengths]
+        kept = max((n // 4 for n, mean in zip(lengths, means, strict=True) if mean >= _RECALLED), default=0)
+        first = cell.runs[0]
+        figures = [f"{first.state_bytes:,}", f"{first.cache_bytes:,}", str(kept) if kept else "none"]
+        rows.append([cell.mixer, *figures, *(f"{100 * mean:.1f}" for mean in means)])
     return Table(columns, rows)
 
 

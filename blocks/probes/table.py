@@ -33,6 +33,12 @@ SHORT_TASKS = (
     "mqar_short(rates=[3e-3],dtype=float32)",
 )
 
+GROUPS = {
+    "Tasks of MAD": ("recall", "noisy_recall", "fuzzy_recall", "memorization", "compression"),
+    "Digits": ("digits", "digits_dropped", "digits_scaled", "digits_noisy"),
+    "Regression in context": ("regression",),
+}
+
 
 def others() -> list[str]:
     """Return the built-in mixers that have short rows."""

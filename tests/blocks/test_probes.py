@@ -13,7 +13,7 @@ from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.backends.update import registry
 from deltazoo.blocks.model.compilation import CompiledLayers
-from deltazoo.blocks.probes import claims, records, report, table
+from deltazoo.blocks.probes import claims, pages, records, report, table
 from deltazoo.blocks.probes.model import Decoder, probe_stack
 from deltazoo.blocks.probes.progress import CellInProgress
 from deltazoo.blocks.probes.runner import ProbeConfig, probe
@@ -321,9 +321,9 @@ def test_a_captured_evaluation_is_the_eager_evaluation():
 
 def test_the_pages_of_the_site_are_those_of_the_packaged_runs():
     folder = Path(deltazoo.__file__).parent / "docs" / "evidence"
-    pages = claims.pages(records.packaged())
-    assert sorted(pages) == sorted(path.name for path in folder.glob("*.md"))
-    for name, text in pages.items():
+    written = pages.pages(records.packaged())
+    assert sorted(written) == sorted(path.name for path in folder.glob("*.md"))
+    for name, text in written.items():
         assert (folder / name).read_text(encoding="utf-8") == text, (
             "stale: run `deltazoo probe --pages docs/evidence --out blocks/probes/results`"
         )

@@ -1,0 +1,172 @@
+"""The pages of docs/evidence/, as Markdown from runs: the tables, a page per claim, and the comparison on a text."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from deltazoo.backends.io.markdown_text import wrap_prose
+from deltazoo.backends.measure.table import Table
+from deltazoo.blocks.probes import table
+from deltazoo.blocks.probes.claims import CLAIMS, Claim, outcome, verdict
+from deltazoo.blocks.probes.records import Run, cells
+from deltazoo.blocks.probes.report import (
+    capacity_table,
+    environments,
+    position_table,
+    run_table,
+    score_table,
+    source_line,
+    task_line,
+)
+from deltazoo.blocks.probes.tasks import task as task_of
+
+_FOLDER = "blocks/probes/results"
+_CELL = (
+    "A cell is the accuracy in percent at the longest sequences of the task: the mean over the seeds at the best "
+    "learning rate, and in parentheses the lowest and the highest seed. A cell without parentheses has one seed. "
+)
+
+
+class _Section(NamedTuple):
+    """A table with its heading and a paragraph, "" for none."""
+
+    heading: str
+    paragraph: str
+    table: Table
+
+
+def pages(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the pages by file name: the tables, and each claim with a finished run."""
+    if not runs:
+        return {"index.md": "# Evidence\n\nThis version has no runs. `deltazoo probe` makes them.\n"}
+    done = {(run.task, run.mixer) for run in runs}
+    begun = [
+        name
+        for name, claim in CLAIMS.items()
+        if any((task, mixer) in done for task in claim.tasks for mixer in claim.mixers)
+    ]
+    text = [run for run in runs if run.task == "text"]
+    others = ["text"] if text else []
+    paragraphs = [
+        f"Small models of each mixer, trained on synthetic tasks. {_CELL}Each mixer has its default fields: GLA, for "
+        f"instance, has no short convolution.",
+        "Claims of papers, checked in these settings:",
+        "\n".join(f"- [{CLAIMS[name].title}]({name}.md): {outcome(CLAIMS[name], runs)}" for name in begun),
+        *(["[Models of a text](text.md) with equal parameters and tokens, in bits per byte."] if text else []),
+        "![Heat map of the table, and accuracy over the sequence length](table.png)",
+        f"```{{toctree}}\n:hidden:\n\n{chr(10).join([*begun, *others])}\n```",
+    ]
+    commands = ["--table", *(f"--claim {name}" for name in begun)]
+    return {
+        "index.md": _page("Evidence", paragraphs, runs, _sections(runs), commands),
+        **{f"{name}.md": page(name, runs) for name in begun},
+        **({"text.md": _text_page(text)} if text else {}),
+    }
+
+
+def page(name: str, runs: Sequence[Run]) -> str:
+    """Format the page of a claim, from runs of its mixers and tasks."""
+    claim = CLAIMS[name]
+    used = [run for run in runs if run.task in claim.tasks and run.mixer in claim.mixers]
+    used.sort(key=lambda run: (claim.tasks.index(run.task), claim.mixers.index(run.mixer)))
+    paragraphs = [
+        f"{claim.sentence} Source: {claim.source}.",
+        *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
+        *dict.fromkeys(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
+    ]
+    sections = [_Section("", "", run_table(used))]
+    if claim.published:
+        about = "Accuracies scaled so that guessing has 0 and perfect answers have 100."
+        sections.append(_Section("Published figures", about, _published(claim, used)))
+    capacity = [run for run in used if run.task == "capacity"]
+    if capacity:
+        sections.append(_Section("Recall over the number of pairs", "", capacity_table(capacity)))
+    return _page(claim.title, paragraphs, used, sections, [f"--claim {name}"])
+
+
+def _sections(runs: Sequence[Run]) -> list[_Section]:
+    """Return the tables of the index: the main one, short rows, groups of tasks, and what belongs to none."""
+    main, short = table.of_table(runs), table.of_short_rows(runs)
+    empty, cells_of_tables = table.missing(runs), len(table.wanted())
+    absent = f" An empty cell has not been run; these are {empty} of {cells_of_tables}, short rows included."
+    sections = [_Section("The table", (absent if empty else "").strip(), _scores(main))]
+    shown = [*main, *short]
+    if short:
+        about = "One learning rate and one seed, fewer steps, and equal sizes for all three tasks."
+        sections.append(_Section("Every other mixer", about, _scores(short)))
+    for heading, tasks in table.GROUPS.items():
+        group = [run for run in runs if run.task in tasks]
+        if group:
+            sections.append(_Section(heading, "", _scores(group)))
+            shown += group
+    capacity = [run for run in runs if run.task == "capacity"]
+    if capacity:
+        about = "Two layers with 2 heads of 32 were trained on 16 pairs. Accuracy in percent over the number of pairs."
+        sections.append(_Section("State capacity", about, capacity_table(capacity)))
+    claimed = {(task, mixer) for claim in CLAIMS.values() for task in claim.tasks for mixer in claim.mixers}
+    used = {(run.task, run.mixer) for run in [*shown, *capacity]} | claimed
+    rest = [run for run in runs if (run.task, run.mixer) not in used and run.task != "text"]
+    return [*sections, *([_Section("Other runs", "", run_table(rest))] if rest else [])]
+
+
+def _scores(runs: Sequence[Run]) -> Table:
+    return score_table(runs)._replace(notes=())
+
+
+def _published(claim: Claim, runs: Sequence[Run]) -> Table:
+    """Return a row per published figure, with ours."""
+    found = cells(runs)
+    rows = []
+    for task, figures in (claim.published or {}).items():
+        chance = task_of(task).chance
+        for mixer, figure in figures.items():
+            cell = found.get((task, mixer))
+            ours = ["", ""] if cell is None else [_scaled(cell.score, chance), _scaled(cell.best, chance)]
+            rows.append([task, mixer, f"{figure:.2f}", *ours])
+    return Table(["task", "mixer", ">published", ">here, mean", ">here, best seed"], rows)
+
+
+def _scaled(accuracy: float, chance: float) -> str:
+    return f"{100 * (accuracy - chance) / (1 - chance):.2f}"
+
+
+def _text_page(runs: Sequence[Run]) -> str:
+    paragraphs = [
+        "Models of bytes with equal parameters, by the width of their MLPs, and equal training tokens. A cell is the "
+        "mean cross entropy in bits per byte of the second half of windows of this length, which are parts of the text "
+        "that were not trained on. Longer windows than the training length show how a mixer extrapolates.",
+        "The text is the sources of Python's standard library, of the version below. Runs that shared a GPU have equal "
+        "shares of the time, so that seconds compare only roughly.",
+    ]
+    sections = [_Section("", "", position_table(runs))]
+    return _page("Models of a text", paragraphs, runs, sections, ["--tasks text --mixers NAMES"])
+
+
+def _page(
+    title: str, paragraphs: Iterable[str], runs: Sequence[Run], sections: Iterable[_Section], commands: Sequence[str]
+) -> str:
+    """Format a page: text, tables, settings of the tasks, environments and commands."""
+    tables = [
+        "\n\n".join(part for part in (f"## {heading}" if heading else "", wrap_prose(about), body) if part)
+        for heading, about, body in ((each[0], each[1], each[2].markdown([]).strip()) for each in sections)
+    ]
+    tasks = dict.fromkeys(run.task for run in runs)
+    settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
+    how = wrap_prose(
+        "The learning rate is the best of the task's rates with seed 0. A run ends early if it solves the task at "
+        "every length, and so does the search for the rate. The runs, with every rate and their curves, are in "
+        f"`{_FOLDER}/runs.jsonl`. They were made on:"
+    )
+    made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))
+    shell = "\n".join(f"deltazoo probe {each} --out {_FOLDER} --device cuda" for each in commands)
+    parts = [
+        f"# {title}",
+        "\n\n".join(map(wrap_prose, paragraphs)),
+        *tables,
+        "## Settings",
+        settings,
+        how,
+        made,
+        f"```bash\n{shell}\n```",
+        f"This page is generated: `deltazoo probe --pages docs/evidence --out {_FOLDER}`.",
+    ]
+    return "\n\n".join(parts) + "\n"
