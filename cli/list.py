@@ -87,15 +87,18 @@ def command(
 def _print_evidence(as_json: bool) -> None:
     from deltazoo.blocks.probes.records import cells, packaged
     from deltazoo.blocks.probes.report import environments, score_table
+    from deltazoo.blocks.probes.table import of_short_rows, of_table
 
     runs = packaged()
     if as_json:
         print_json([cell._asdict() for cell in cells(runs).values()])
         return
-    table = score_table(runs)
-    print_table(table.columns, table.rows, one_line=True)
-    print_line()
-    print_notes(table.notes)
+    for part in (of_table(runs), of_short_rows(runs)):
+        table = score_table(part)
+        print_table(table.columns, table.rows, one_line=True)
+        print_line()
+        print_notes(table.notes)
+    print_text("Other tasks and mixers with changed fields: docs/evidence/, and --json.")
     for line in environments(runs):
         print_text(line)
 
