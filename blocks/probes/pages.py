@@ -91,7 +91,7 @@ def _sections(runs: Sequence[Run]) -> list[_Section]:
     sections = [_Section("The table", (absent if empty else "").strip(), _scores(main))]
     shown = [*main, *short]
     if short:
-        about = "One learning rate and one seed, fewer steps, and equal sizes for all three tasks."
+        about = "Small models, one learning rate and one seed, on a CPU: the sizes of `make test-evidence`."
         sections.append(_Section("Every other mixer", about, _scores(short)))
     for heading, tasks in table.GROUPS.items():
         group = [run for run in runs if run.task in tasks]
