@@ -247,8 +247,7 @@ def _stability(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
         holds,
         [
             f"On {task} the claim {_HOLDS[holds]} in these settings. Runs that diverged, of all rates and seeds: "
-            f"{counts}. A run has diverged if its loss is not finite at one of ten evaluations; its accuracy is that "
-            f"of the weights before."
+            f"{counts}. A run ends as diverged if its loss is not finite at one of ten evaluations."
         ],
     )
 

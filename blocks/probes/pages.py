@@ -50,7 +50,10 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         f"Small models of each mixer, trained on synthetic tasks. {_CELL}Each mixer has its default fields: GLA, for "
         f"instance, has no short convolution.",
         "Claims of papers, checked in these settings:",
-        "\n".join(f"- [{CLAIMS[name].title}]({name}.md): {outcome(CLAIMS[name], runs)}" for name in begun),
+        "\n".join(
+            f"- [{claim.title}]({name}.md): {outcome(claim, runs)}" if name in begun else f"- {claim.title}: not run"
+            for name, claim in CLAIMS.items()
+        ),
         *(["[Models of a text](text.md) with equal parameters and tokens, in bits per byte."] if text else []),
         "![Heat map of the table, and accuracy over the sequence length](table.png)",
         f"```{{toctree}}\n:hidden:\n\n{chr(10).join([*begun, *others])}\n```",
