@@ -45,7 +45,7 @@ def command(
     ] = None,
     table: Annotated[
         bool,
-        typer.Option("--table", help="Make the runs of the tables of docs/evidence/: 17 mixers on 8 tasks, all on 3."),
+        typer.Option("--table", help="Make the runs of docs/evidence/: 17 mixers on 8 tasks, others on 3."),
     ] = False,
     text: Annotated[
         Path | None,
