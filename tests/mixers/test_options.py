@@ -75,3 +75,18 @@ def test_options_that_mean_nothing_together_are_refused(fields: dict[str, Any], 
 def test_key_value_heads_divide_the_query_heads() -> None:
     with pytest.raises(ConfigError, match="key_value_heads must divide heads = 4, got 3"):
         small("gsa", **SHARED | {"key_value_heads": 3}).build(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "key_norm", "normalises"),
+    [("deltanet", None, True), ("deltanet", False, False), ("efla", None, False), ("efla", True, True)],
+)
+@torch.no_grad()
+def test_key_norm_removes_the_length_of_the_keys(name: str, key_norm: bool | None, normalises: bool) -> None:
+    torch.manual_seed(0)
+    config = small(name, heads=2, key_width=4, feature="relu", conv_width=0, key_norm=key_norm)
+    mixer = config.build(WIDTH, backend="reference").double()
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    before = mixer(x)[0]
+    mixer.project.to_qkv.weight[8:16] *= 3  # k
+    assert torch.allclose(mixer(x)[0], before, atol=1e-3) == normalises  # the norm adds 1e-6 to the square
