@@ -58,11 +58,18 @@ def backend(request: pytest.FixtureRequest) -> str | Backend:
 
 
 @pytest.fixture(params=_CASES, ids=["-".join([*name.split(), backend]) for name, backend in _CASES])
-def mixer(request: pytest.FixtureRequest) -> Mixer:
-    """A mixer in float64, so that two ways to compute the same output differ only by rounding."""
+def case(request: pytest.FixtureRequest) -> tuple[MixerConfig, str | Backend]:
+    """A config and the backend that it runs on."""
     name, backend = request.param
+    return ZOO[name], BACKENDS[backend]
+
+
+@pytest.fixture
+def mixer(case: tuple[MixerConfig, str | Backend]) -> Mixer:
+    """A mixer in float64, so that two ways to compute the same output differ only by rounding."""
+    config, backend = case
     torch.manual_seed(0)
-    return ZOO[name].build(WIDTH, backend=BACKENDS[backend]).double()
+    return config.build(WIDTH, backend=backend).double()
 
 
 @pytest.fixture

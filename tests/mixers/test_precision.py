@@ -62,8 +62,9 @@ def test_a_mixer_built_with_float64_as_default_dtype_is_float64(config: MixerCon
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
-    config: MixerConfig, backend: str | Backend, dtype: torch.dtype
+    case: tuple[MixerConfig, str | Backend], dtype: torch.dtype
 ) -> None:
+    config, backend = case
     torch.manual_seed(0)
     mixer = without_zero_parameters(config.build(64, backend=backend))
     x = torch.randn(2, 12, 64)
@@ -81,7 +82,8 @@ def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
         assert relative_error(ours.grad, theirs.grad) < 0.1, name
 
 
-def test_decoding_under_autocast_is_close_to_prefill(config: MixerConfig, backend: str | Backend) -> None:
+def test_decoding_under_autocast_is_close_to_prefill(case: tuple[MixerConfig, str | Backend]) -> None:
+    config, backend = case
     torch.manual_seed(0)
     mixer = config.build(64, backend=backend)
     x = torch.randn(2, 12, 64)
@@ -94,7 +96,8 @@ def test_decoding_under_autocast_is_close_to_prefill(config: MixerConfig, backen
     assert relative_error(torch.cat(outputs, 1), whole) < 0.02
 
 
-def test_bf16_module_is_close_to_float64(config: MixerConfig, backend: str | Backend) -> None:
+def test_bf16_module_is_close_to_float64(case: tuple[MixerConfig, str | Backend]) -> None:
+    config, backend = case
     torch.manual_seed(0)
     mixer = config.build(64, backend=backend).bfloat16()
     x = torch.randn(2, 12, 64, dtype=torch.bfloat16)
