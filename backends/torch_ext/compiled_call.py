@@ -1,6 +1,6 @@
 """A function that eager code calls compiled: copies of its code, no limit on recompilations, eager under modes.
 
-Four facts about torch.compile, tested with torch 2.11 and 2.13, ask for this module:
+Five facts about torch.compile, tested with torch 2.11 and 2.13, ask for this module:
 
 - It counts recompilations per code object, and records by function name which sizes changed between calls. A copy
   of the code under a new name starts afresh, so that functions do not share either.
@@ -10,6 +10,8 @@ Four facts about torch.compile, tested with torch 2.11 and 2.13, ask for this mo
   the code as never to be compiled, so that later calls fail, too.
 - AOTAutograd does not cache a graph with a torch.autograd.Function unless a setting allows it: it differentiates and
   partitions the graph in every process. The graph from Dynamo has the code of the function, so the cache's key has it.
+- In a module of DistributedDataParallel it splits each graph at the bounds of DDP's buckets, so that one large graph
+  does not delay the exchange of all gradients. Functions as small as a layer need no split, which prevents fusions.
 """
 
 import itertools
@@ -49,7 +51,8 @@ def compiled_call(function: Callable[P, R], **options: Any) -> Callable[P, R]:
             return function(*arguments, **keywords)
         if is_first:
             is_first = False
-            with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True):
+            cached = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
+            with cached, torch._dynamo.config.patch(optimize_ddp=False):
                 return call(*arguments, **keywords)
         try:
             return compiled(*arguments, **keywords)

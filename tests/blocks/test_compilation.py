@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +25,7 @@ from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.compilation import CompiledLayers
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.blocks.training.objective import Objective
 from deltazoo.mixers import Context
 
 # RetNet normalises groups of channels, and a MoE groups its rows.
@@ -97,6 +100,18 @@ def test_equal_layers_share_a_graph_with_equal_results():
     torch.testing.assert_close(loss_and_gradients(compile_layers(model, counter), tokens), expected)
     assert counter.frame_count == 3  # of both layers and of the last norm
     assert list(model.state_dict()) == names
+
+
+def test_ddp_does_not_split_the_graph_of_a_layer(tmp_path):
+    tokens, counter = torch.randint(0, 50, (2, 3)), CompileCounterWithBackend("aot_eager")
+    spec = StackSpec(width=16, depth=2, vocab=50, pattern="retnet(heads=2)")
+    model = compile_layers(spec.build("reference"), counter)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        DistributedDataParallel(Objective(model), bucket_cap_mb=1e-6)(tokens, tokens).backward()
+    finally:
+        dist.destroy_process_group()
+    assert counter.frame_count == 2  # of the layers, of the last norm
 
 
 def test_layers_are_compiled_only_while_they_are_active():
