@@ -6,22 +6,28 @@ Uses internals of torch 2.11 to 2.13: the functions that compute the keys of Ind
 import importlib
 import threading
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 
 def start_compiler(device: torch.device) -> None:
-    """Import torch.compile's modules while a thread creates the context of a GPU, and then computes the digests.
+    """Import torch.compile's modules while a thread creates the context of a GPU, and computes the digests.
 
-    The thread outlasts the call. It imports nothing, because imports in two threads may see modules half done.
+    Before torch's modules are imported, the thread reads Triton's library of 440 MB for its digest, which Triton keeps.
+    The thread outlasts the call. It imports nothing of torch, because imports in two threads may see modules half done.
     """
     if device.type != "cuda":
         return
     imported = threading.Event()
+    cache: Any = None
+    with suppress(ImportError):
+        cache = importlib.import_module("triton.runtime.cache")
 
     def work() -> None:
         with suppress(Exception):  # the caller's first use of the GPU or of the compiler raises the error again
             torch.zeros(1, device=device)
+            cache.triton_key()
             imported.wait()
             codecache.torch_key()
             triton.triton_hash_with_backend()

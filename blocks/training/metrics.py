@@ -3,6 +3,7 @@
 import csv
 import io
 import time
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,20 +28,25 @@ class Speed:
     """
 
     def __init__(self, spec: StackSpec, config: TrainConfig, ranks: Ranks, device: torch.device) -> None:
-        self.tokens, self.device = config.batch.step_tokens, device
+        self.spec, self.config, self.ranks, self.device = spec, config, ranks, device
+        self.tokens = config.batch.step_tokens
         self.waited = 0.0
         self._seconds: list[float] = []
         self._since_point = 0
         self._last = time.perf_counter()
-        peak = None
-        if device.type == "cuda" and config.precision in ("autocast", "bfloat16"):
-            peak = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
-        self._peak = None
-        if peak is not None:
-            with torch.device("meta"):
-                meta = spec.build()
-            flops = token_flops(meta, spec.describe(), config.batch.length, "backward")
-            self._peak = peak * 1e12 * ranks.size / flops.by_parameters  # tokens/s at the peak
+
+    @cached_property
+    def _peak(self) -> float | None:
+        """Tokens per second at the peak of all GPUs; first computed after the first steps, because it takes time."""
+        if self.device.type != "cuda" or self.config.precision not in ("autocast", "bfloat16"):
+            return None
+        peak = PEAK_TFLOPS.get(torch.cuda.get_device_name(self.device))
+        if peak is None:
+            return None
+        with torch.device("meta"):
+            meta = self.spec.build()
+        flops = token_flops(meta, self.spec.describe(), self.config.batch.length, "backward")
+        return peak * 1e12 * self.ranks.size / flops.by_parameters
 
     def begin(self) -> None:
         """Begin to measure a step: after a pause, such as a validation."""
