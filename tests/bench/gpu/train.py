@@ -1,16 +1,18 @@
 """Measure `deltazoo train` on GPUs: python train.py [seconds] [gpus] [parts]; rows are printed as they are measured.
 
-Parts, separated by commas; default: speed,curves. "speed": the training step that `deltazoo bench --model` times; the
-command on one GPU, on several with DDP and FSDP2, and with packed documents; the first step of a process with warm
-caches; the time for which checkpoints stop the training. "curves": the losses of one GPU and of several with the same
-rows. Rows of one GPU run at the same time, each on its own; a row and the one it is compared with use the same GPU.
-"cpu" as the number of GPUs rehearses all rows with tiny models on two CPU processes.
+Parts, separated by commas; default: several,speed,curves. "several": the command on each GPU at once, and on all of
+them with DDP and FSDP2. "speed": the training step that `deltazoo bench --model` times; the command on one GPU, and
+with packed documents; the first step of a process with warm caches; the time for which checkpoints of all GPUs stop the
+training. "curves": the losses of one GPU and of several with the same rows. Rows of one GPU run at the same time, each
+on its own; a row and the one it is compared with use the same GPU. "cpu" as the number of GPUs rehearses all rows with
+tiny models on two CPU processes.
 """
 
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,7 @@ BEGIN = time.monotonic()
 SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 230.0
 REHEARSAL = sys.argv[2:3] == ["cpu"]
 GPUS = 2 if REHEARSAL else int(sys.argv[2]) if len(sys.argv) > 2 else torch.cuda.device_count()
-PARTS = (sys.argv[3] if len(sys.argv) > 3 else "speed,curves").split(",")
+PARTS = (sys.argv[3] if len(sys.argv) > 3 else "several,speed,curves").split(",")
 OUT = Path(os.environ.get("OUT", "build/train"))
 WORK = Path(tempfile.gettempdir()) / "deltazoo-train"  # checkpoints of several GB, outside $OUT
 STACKS = {
@@ -60,15 +62,20 @@ def stack_file(name: str) -> str:
     return str(path)
 
 
+def environment_of(gpu: int | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
+    return environment
+
+
 def finished(label: str, command: list[str], gpu: int | None) -> str | None:
     """Run a command, on one GPU unless it is None; return its stdout, or print a row and return None."""
     if left() < 15:
         row(label, skipped="no time left")
         return None
-    environment = dict(os.environ)
-    if gpu is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = visible[gpu]
+    environment = environment_of(gpu)
     log = OUT / f"{label.replace(' ', '-').replace('/', '')}.txt"
     with log.with_suffix(".err").open("w") as errors, log.open("w") as output:
         process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=errors, env=environment)
@@ -116,19 +123,72 @@ def bench_step(name: str, gpu: int) -> float:
     return float(found)
 
 
-def train(label: str, name: str, gpus: int, gpu: int | None, rows: int, steps: int, *options: str) -> dict:
-    """Run the command and return its JSON output; {} if it fails."""
-    folder = WORK / "runs" / label.replace(" ", "-").replace("/", "")
-    shutil.rmtree(folder, ignore_errors=True)
-    arguments = [
-        "train", stack_file(name), "--out", str(folder), "--device", "cpu" if REHEARSAL else "cuda",
+def command(name: str, folder: Path, gpus: int, rows: int, steps: int, *options: str) -> list[str]:
+    return [
+        "-m", "deltazoo", "train", stack_file(name), "--out", str(folder), "--device", "cpu" if REHEARSAL else "cuda",
         "--precision", "bfloat16", "--batch", str(rows), "--length", str(LENGTH), "--steps", str(steps),
         "--set", "evaluation.batches=1", "--set", "checkpoint.best=false", "--set", "checkpoint.keep=1", "--json",
         *(["--gpus", str(gpus)] if gpus > 1 else []), *(["--no-compile"] if REHEARSAL else []), *options,
     ]  # fmt: skip
-    found = finished(label, ["-m", "deltazoo", *arguments], gpu)
+
+
+def folder_of(label: str) -> Path:
+    """Return the folder of a run, which does not exist."""
+    folder = WORK / "runs" / label.replace(" ", "-").replace("/", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def train(label: str, name: str, gpus: int, gpu: int | None, rows: int, steps: int, *options: str) -> dict:
+    """Run the command and return its JSON output; {} if it fails."""
+    folder = folder_of(label)
+    found = finished(label, command(name, folder, gpus, rows, steps, *options), gpu)
     shutil.rmtree(folder, ignore_errors=True)
     return {} if found is None else json.loads(found)
+
+
+def steady(label: str, name: str, gpus: int, gpu: int | None, *options: str) -> float:
+    """Run the command for three points without a checkpoint, kill it, and return tokens/s of the last point.
+
+    During the first point memory for checkpoints is pinned.
+    """
+    folder, steps = folder_of(label), 2 if REHEARSAL else 12
+    every = ("--every", str(steps), "--set", "checkpoint.every=100000", "--text", str(WORK / "text.txt"))
+    arguments = command(name, folder, gpus, ROWS[name] * gpus, 100000, *every, *options)
+    points: list[dict] = []
+    with (OUT / f"{label.replace(' ', '-')}.err").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=errors, stderr=errors, env=environment_of(gpu), start_new_session=True
+        )
+        while process.poll() is None and len(points) < 3 and left() > 2:
+            time.sleep(0.2)
+            with suppress(OSError, json.JSONDecodeError):
+                lines = (folder / "metrics.jsonl").read_text().splitlines()
+                points = [point for point in map(json.loads, lines) if point.get("tokens_per_second")]
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+    speeds = [point["tokens_per_second"] for point in points]
+    if not speeds:
+        row(label, failed=(OUT / f"{label.replace(' ', '-')}.err").read_text().strip().splitlines()[-1:])
+        return 0.0
+    last = points[-1]
+    row(
+        label, tokens_s=" ".join(f"{x:,.0f}" for x in speeds), peak=f"{100 * (last.get('peak_share') or 0):.1f}%",
+        GiB=f"{last.get('memory_gib') or 0:.1f}", data=f"{100 * last['data_share']:.2f}%",
+    )  # fmt: skip
+    return float(speeds[-1])
+
+
+def several(name: str, modes: tuple[str, ...]) -> None:
+    """Compare all GPUs together with each by itself, all at once."""
+    with ThreadPoolExecutor(GPUS) as pool:
+        alone = list(pool.map(lambda gpu: steady(f"{name} GPU {gpu} alone", name, 1, gpu), range(GPUS)))
+    row(f"{name} {GPUS} GPUs alone", tokens_s=f"{sum(alone):,.0f}", slowest_times_gpus=f"{GPUS * min(alone):,.0f}")
+    for mode in modes:
+        label = f"{name} {mode} {GPUS} GPUs"
+        share(f"{label} / alone", steady(label, name, GPUS, None, "--parallel", mode), sum(alone) * all(alone))
 
 
 def speed(label: str, name: str, gpus: int, gpu: int | None, rows: int = 0, *options: str) -> float:
@@ -214,14 +274,14 @@ def curves(gpu: int) -> Callable[[], None]:
     compare("bf16 300 steps, one GPU, 1 / 4 passes", one, split)
     float32 = losses("curve float32 one GPU", 1, gpu, 20, *wide)
 
-    def several() -> None:
+    def on_several() -> None:
         for mode in ("fsdp", "ddp"):
             found = losses(f"curve {mode} {GPUS} GPUs", GPUS, None, 300, "--parallel", mode)
             compare(f"bf16 300 steps, one / {GPUS} GPUs {mode}", one, found)
         found = losses(f"curve float32 {GPUS} GPUs", GPUS, None, 20, "--parallel", "ddp", *wide)
         compare(f"float32 20 steps, one / {GPUS} GPUs ddp", float32, found)
 
-    return several
+    return on_several
 
 
 def main() -> None:
@@ -233,18 +293,20 @@ def main() -> None:
     (WORK / "text.txt").write_bytes(bytes(32 + i * 7 % 90 for i in range(1 << 20)) * 4)
     name = "CPU" if REHEARSAL else torch.cuda.get_device_name()
     row("device", name=name, gpus=GPUS, torch=torch.__version__)
+    if GPUS > 1 and "several" in PARTS:
+        several("1.3B", ("fsdp",))
+        several("395M", ("fsdp", "ddp"))
     with ThreadPoolExecutor(1 if REHEARSAL else GPUS) as pool:
         lanes = [pool.submit(one_gpu, name, n % GPUS) for n, name in enumerate(("395M", "1.3B")) if "speed" in PARTS]
         if "speed" in PARTS:
             pool.submit(packing, 2 % GPUS).add_done_callback(lambda done: done.result())
-        several = pool.submit(curves, 3 % GPUS) if "curves" in PARTS else None
-        one = [lane.result() for lane in lanes]
-    if GPUS > 1 and one:
-        for name, mode, reference in (("1.3B", "fsdp", one[1]), ("395M", "fsdp", one[0]), ("395M", "ddp", one[0])):
-            label = f"{name} {mode} {GPUS} GPUs"
-            share(f"{label} / one GPU", speed(label, name, GPUS, None, 0, "--parallel", mode), GPUS * reference)
-    if GPUS > 1 and several is not None:
-        several.result()()
+        curved = pool.submit(curves, 3 % GPUS) if "curves" in PARTS else None
+        for lane in lanes:
+            lane.result()
+    if GPUS > 1 and "speed" in PARTS:
+        speed(f"1.3B fsdp {GPUS} GPUs, checkpoints", "1.3B", GPUS, None, 0, "--parallel", "fsdp")
+    if GPUS > 1 and curved is not None:
+        curved.result()()
     row("time", s=f"{time.monotonic() - BEGIN:.0f}")
     shutil.rmtree(WORK, ignore_errors=True)
 
