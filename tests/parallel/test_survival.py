@@ -26,7 +26,7 @@ import deltazoo
 
 pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("DELTAZOO_SEED", "0"))
-STEPS, ROWS = 1000, 4
+STEPS = 1000
 STACK = (
     "{width: 16, depth: 2, vocab: 256, mlp: {width: 16},"
     " pattern: 'gated_deltanet(heads=1) + sliding_window(heads=1, window=16)'}\n"
@@ -35,12 +35,17 @@ WRITING = ("write", "digest", "complete", "rename")
 
 
 class Setting(NamedTuple):
-    """How a run is interrupted: numbers of processes and of rows per pass to draw from, and of interruptions."""
+    """How a run is interrupted: numbers of processes and of rows per pass to draw from, and of interruptions.
+
+    modes: of the processes, to draw from; rows: of a step.
+    """
 
     precision: str
     processes: tuple[int, ...]
     micro_rows: tuple[int, ...]
     interruptions: int
+    modes: tuple[str, ...] = ("ddp",)
+    rows: int = 4
     device: str = "cpu"
 
 
@@ -48,7 +53,8 @@ SETTINGS = {
     "one process": Setting("float32", (1,), (4,), 8),
     "two processes": Setting("float32", (2,), (2,), 8),
     "other processes and passes": Setting("float64", (1, 2), (1, 2), 10),
-    "other numbers of GPUs": Setting("float64", (2, 1, 4), (1,), 4, "cuda"),
+    "up to four processes, DDP and FSDP2": Setting("float64", (4, 2, 1, 3), (12,), 6, ("ddp", "fsdp"), 12),
+    "up to four GPUs, DDP and FSDP2": Setting("float64", (4, 2, 1, 3), (12,), 6, ("ddp", "fsdp"), 12, "cuda"),
 }
 
 
@@ -87,7 +93,7 @@ class Attempt:
             time.sleep(0.02)
         return False
 
-    def end(self, seconds: float = 60) -> int:
+    def end(self, seconds: float = 300) -> int:
         """Wait until all processes have ended; return the exit code."""
         code = self.process.wait(seconds)
         deadline = time.monotonic() + seconds
@@ -109,18 +115,23 @@ def _lives(pid: int) -> bool:
 def settings_of(data: Path, setting: Setting) -> list[str]:
     """Return the arguments of a run, without those of its processes."""
     return [
-        str(data / "stack.yaml"), "--text", str(data / "shards"), "--batch", str(ROWS), "--length", "32",
+        str(data / "stack.yaml"), "--text", str(data / "shards"), "--batch", str(setting.rows), "--length", "32",
         "--steps", str(STEPS), "--every", "50", "--set", "checkpoint.every=20", "--set", "evaluation.batches=2",
         "--no-compile", "--precision", setting.precision, "--lr", "0.001", "--set", "parallel.timeout=60",
-        "--device", setting.device,
+        "--device", setting.device, *(["--backend", "reference"] if setting.device == "cuda" else []),
     ]  # fmt: skip
+
+
+def shape(processes: int, micro_rows: int, mode: str) -> list[str]:
+    """Return the arguments of the processes of a run."""
+    return ["--gpus", str(processes), "--parallel", mode, "--set", f"batch.micro_rows={micro_rows}"]
 
 
 def uninterrupted(arguments: list[str], setting: Setting, folder: Path) -> Path:
     """Train without interruption; return the folder of the run."""
-    shape = ("--gpus", str(setting.processes[0]), "--set", f"batch.micro_rows={setting.micro_rows[-1]}")
-    attempt = Attempt([*arguments, "--out", str(folder / "run"), *shape], folder / "rows")
-    assert attempt.end(600) == 0, (folder / "rows.log").read_text()
+    processes = shape(setting.processes[0], setting.micro_rows[-1], setting.modes[0])
+    attempt = Attempt([*arguments, "--out", str(folder / "run"), *processes], folder / "rows")
+    assert attempt.end(1800) == 0, (folder / "rows.log").read_text()
     return folder / "run"
 
 
@@ -128,14 +139,13 @@ def interrupted(arguments: list[str], setting: Setting, folder: Path, draw: rand
     """Train with interruptions, and yield what each was."""
     start = [*arguments, "--out", str(folder / "run")]
     for _ in range(setting.interruptions):
-        processes, micro = draw.choice(setting.processes), draw.choice(setting.micro_rows)
+        processes, micro, mode = map(draw.choice, (setting.processes, setting.micro_rows, setting.modes))
         what = draw.choice(["kill all", "SIGTERM", draw.choice(WRITING), *["kill one", "kill launcher"][:processes]])
         if what == "kill one" and processes == 1:
             what = "kill all"
         rank = draw.randrange(processes) if what in ("write", "digest") else 0
         fault = f"{rank}:{draw.randrange(3)}:{what}" if what in WRITING else ""
-        shape = ("--gpus", str(processes), "--set", f"batch.micro_rows={micro}")
-        attempt = Attempt([*start, *shape], folder / "rows", fault)
+        attempt = Attempt([*start, *shape(processes, micro, mode)], folder / "rows", fault)
         if not fault and attempt.wait_for_steps(draw.randrange(5, 2 * STEPS // setting.interruptions)):
             if what == "SIGTERM":
                 attempt.process.send_signal(signal.SIGTERM)
@@ -147,13 +157,13 @@ def interrupted(arguments: list[str], setting: Setting, folder: Path, draw: rand
                     os.kill(pid, signal.SIGKILL)
         code = attempt.end()
         saved = (folder / "run" / "checkpoints").is_dir() and any((folder / "run" / "checkpoints").glob("step-*"))
-        yield f"{processes} processes, {micro} rows per pass, {what}: exit code {code}"
+        yield f"{processes} processes, {mode}, {micro} rows per pass, {what}: exit code {code}"
         if code == 0:
             return
         if saved:
             start = ["--resume", str(folder / "run")]
-    shape = ("--gpus", str(setting.processes[-1]), "--set", f"batch.micro_rows={setting.micro_rows[0]}")
-    code = Attempt([*start, *shape], folder / "rows").end(600)
+    processes = shape(setting.processes[-1], setting.micro_rows[0], setting.modes[-1])
+    code = Attempt([*start, *processes], folder / "rows").end(1800)
     assert code == 0, (folder / "rows.log").read_text()[-3000:]
 
 
@@ -178,7 +188,7 @@ def test_a_run_that_is_killed_and_resumed_equals_an_uninterrupted_one(data: Path
             report(f"{time.monotonic() - begin:4.0f} s  {line}")
         whole = expected.result()
     rows, wanted = rows_read(tmp_path / "parts" / "rows"), rows_read(tmp_path / "whole" / "rows")
-    assert {*wanted} >= {(step, row) for step in range(STEPS) for row in range(ROWS)}
+    assert {*wanted} >= {(step, row) for step in range(STEPS) for row in range(setting.rows)}
     assert rows == wanted
     curve, curve_wanted = losses(tmp_path / "parts" / "run"), losses(whole)
     difference = max(abs(curve[step] / bits - 1) for step, bits in curve_wanted.items())
