@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from deltazoo.blocks.parallel.config import ParallelConfig
 from deltazoo.blocks.parallel.ranks import Ranks
 
+_GATHERED = 0.1  # share of a GPU's memory that the weights of all layers may take between their passes
+
 
 def wrap(objective: nn.Module, layers: list[nn.Module], ranks: Ranks, config: ParallelConfig, dtype: Any) -> nn.Module:
     """Return the module whose calls and gradients all processes share; one process returns it unchanged.
@@ -26,10 +28,21 @@ def wrap(objective: nn.Module, layers: list[nn.Module], ranks: Ranks, config: Pa
     assert ranks.mesh is not None
     mesh = _shard_mesh(ranks, config)
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+    frees = not _fit_gathered(objective, dtype)
     for layer in dict.fromkeys(layers):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(objective, mesh=mesh, mp_policy=policy)
     return objective
+
+
+def _fit_gathered(objective: nn.Module, dtype: torch.dtype | None) -> bool:
+    """Whether weights stay gathered from forward to backward, which saves half of the gathers."""
+    parameters = list(objective.parameters())
+    device = parameters[0].device
+    if device.type != "cuda":
+        return False
+    size = sum(x.numel() * (dtype or x.dtype).itemsize for x in parameters)
+    return size <= _GATHERED * torch.cuda.get_device_properties(device).total_memory
 
 
 def _shard_mesh(ranks: Ranks, config: ParallelConfig) -> DeviceMesh:
