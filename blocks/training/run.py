@@ -89,7 +89,8 @@ class Run:
         self.speed = Speed(spec, config, ranks, self.device)
         self.files = MetricFiles(folder if ranks.is_first else None, config.logging)
         self.writer = None if folder is None else Writer(folder, ranks, config.checkpoint.background)
-        self.watchdog = Watchdog(ranks, config.parallel.timeout, self._report_hang, ("wait_for_figures",))
+        waiting = ("wait_for_figures", "_pre_forward")  # the second: DDP reads times of the last exchange from the GPU
+        self.watchdog = Watchdog(ranks, config.parallel.timeout, self._report_hang, waiting)
         self.points: list[Point] = []
         self.changes: list[Change] = []
         self.recent: list[Figures] = []  # the steps since the last point
@@ -293,20 +294,21 @@ class Run:
             if self.first_step_s is None:
                 self.first_step_s = time.perf_counter() - self.started
             self.speed.step_ended()
-            problem = self.health.note(figures, self.step - len(self._pending))
+            step = self.step - len(self._pending)
+            problem = self.health.note(figures, step)
             if problem is not None:
-                raise self._diverged(problem)
+                raise self._diverged(problem, step)
             self.recent.append(figures)
             self._stop |= figures.stop
 
-    def _diverged(self, problem: str) -> ConfigError:
+    def _diverged(self, problem: str, step: int) -> ConfigError:
         """Return the error for weights whose loss cannot be computed or is not finite, after `step` steps."""
         kept = ""
-        if self.saved_step is not None and self.saved_step < self.step:
+        if self.saved_step is not None and self.saved_step < step:
             command = f"deltazoo train --resume {self.folder} --lr RATE"
             kept = f"; the checkpoint holds step {self.saved_step}: {command} continues from there"
         return ConfigError(
-            f"the training diverged after step {self.step}: {problem.rstrip('.')}; lower learning_rate (--lr), "
+            f"the training diverged after step {step}: {problem.rstrip('.')}; lower learning_rate (--lr), "
             f"got {self.config.optimizer.learning_rate:g}{kept}"
         )
 
@@ -319,7 +321,7 @@ class Run:
         steps = [figures for figures in self.recent if not figures.skipped]
         bits, positions = self._validate()
         if not math.isfinite(bits):
-            raise self._diverged(f"the loss on validation is {bits:g}")
+            raise self._diverged(f"the loss on validation is {bits:g}", self.step)
         figures: dict[str, Any] = {}
         if steps:
             figures = {
@@ -385,7 +387,7 @@ class Run:
         except ValueRangeError as error:
             if self.step == 0:
                 raise
-            raise self._diverged(str(error)) from error
+            raise self._diverged(str(error), self.step) from error
 
     def _note(self) -> str:
         speed = self.speed.median(20)
