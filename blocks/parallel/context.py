@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from deltazoo.backends.context_parallel.exchange import gather_line, sum_over_ranks, take_local
 from deltazoo.backends.context_parallel.plan import ContextPlan, Cut, make_plan, most_segments
 from deltazoo.backends.io.errors import OperandError, ShapeError, ValueRangeError
+from deltazoo.backends.triton.gather.op import symmetric_refusal
 from deltazoo.mixers.core.mixer import Context
 
 Layout = Literal["contiguous", "zigzag"]
@@ -77,22 +78,34 @@ class ContextParallel:
             gives all ranks equal work in causal softmax attention.
         gather: run mixers that cannot split their tokens (`Mixer.split_refusal`) on those of all ranks, on every rank:
             exact, with n times the work. False: they raise UnsupportedError.
-        symmetric: exchange the summaries of updates by a kernel that reads the memory of the other GPUs, instead of
-            NCCL, in the triton backend: for GPUs of one host with NVLink. See docs/context-parallel.md.
+        symmetric: exchange the summaries of updates, in the triton backend, by a kernel that reads the memory of the
+            other GPUs over NVLink, instead of a collective. None: where NVLink connects all GPUs of the mesh. `str` of
+            the object names the exchange, and why it is a collective.
     Raises: OperandError.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, layout: Layout = "contiguous", gather: bool = False, symmetric: bool = False
+        self, mesh: DeviceMesh, layout: Layout = "contiguous", gather: bool = False, symmetric: bool | None = None
     ) -> None:
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             got = f"{mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
             raise OperandError(f"mesh must be a DeviceMesh of one dimension, such as mesh['context'], got {got}")
         if layout not in get_args(Layout):
             raise OperandError(f"layout must be one of {', '.join(map(repr, get_args(Layout)))}, got {layout!r}")
-        if symmetric and mesh.device_type != "cuda":
-            raise OperandError(f"symmetric needs a mesh of CUDA devices, got {mesh.device_type!r}")
-        self.mesh, self.layout, self.gather, self.symmetric = mesh, layout, gather, symmetric
+        refusal: str | None = "symmetric is False"
+        if symmetric is not False:
+            refusal = symmetric_refusal(mesh.get_group()) if mesh.device_type == "cuda" else "the mesh has no GPUs"
+        if symmetric and refusal is not None:
+            raise OperandError(f"symmetric needs GPUs of one host that NVLink connects: {refusal}")
+        self.mesh, self.layout, self.gather, self.symmetric = mesh, layout, gather, refusal is None
+        self._refusal = refusal
+
+    def __str__(self) -> str:
+        backend = torch.distributed.get_backend(self.mesh.get_group())
+        exchange = backend if self._refusal else "gather_kernel over NVLink"
+        reason = f" ({self._refusal})" if self._refusal else ""
+        ranks = self.mesh.size()
+        return f"context parallelism: {ranks} rank{'s' * (ranks > 1)}, {self.layout}, summaries by {exchange}{reason}"
 
     def plan(
         self,

@@ -85,6 +85,8 @@ class Run:
         if config.parallel.context > 1:
             assert ranks.mesh is not None
             context = ContextParallel(ranks.mesh["context"], config.parallel.layout)
+            if ranks.is_first and self.device.type == "cuda":
+                _log.info("%s", context)
         self.stepper = Stepper(self.module, model, self.optimizer, config, ranks, context)
         self.speed = Speed(spec, config, ranks, self.device)
         self.files = MetricFiles(folder if ranks.is_first else None, config.logging)
