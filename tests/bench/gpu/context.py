@@ -2,10 +2,10 @@
 
     --updates WORK,...   updates of WORKS, the whole on one GPU and split over all: captured in CUDA graphs, and split
                          also queued from eager code; efficiency is the time of one GPU divided by n times that of n
-    --symmetric          exchange summaries by a kernel that reads the memory of the other GPUs, instead of NCCL
     --pairs              with --updates: split over the two GPUs of each pair
     --steps PRESET,...   forward and backward of models in bfloat16, layers compiled and recomputed: a row of 32,768
                          tokens for each GPU, over all of them, against rows of equal parts of it, one on each
+    --nccl               with --steps or --longest: exchange summaries by NCCL; updates are timed with both exchanges
     --longest PRESET T   a training step of a row of T tokens, with FSDP2 over the same GPUs and AdamW, and its memory
     --fla WORK,...       flash-linear-attention's context parallelism, also captured; it may hang: use timeout
 
@@ -43,7 +43,7 @@ from deltazoo.blocks.training.objective import Objective
 
 
 class Work(NamedTuple):
-    """One update. lengths: of packed documents; (): one document."""
+    """One update. lengths: of packed documents; (): one document. decay: twice the mean of -log_decay."""
 
     spec: UpdateSpec
     T: int
@@ -52,6 +52,7 @@ class Work(NamedTuple):
     K: int
     V: int
     lengths: tuple[int, ...] = ()
+    decay: float = 0.1
 
     @property
     def documents(self) -> list[int]:
@@ -77,6 +78,7 @@ WORKS = {
     "kda_131072": Work(KDA, 131_072, 16, 16, 128, 128),
     "mamba2_131072": Work(MAMBA2, 131_072, 1, 64, 128, 64),
     "rwkv7_131072": Work(RWKV7, 131_072, 64, 64, 64, 64),
+    "gdn_slow_131072": Work(GDN, 131_072, 16, 32, 128, 128, decay=1e-4),  # every state reaches the end
     "gdn_pack": Work(GDN, 131_072, 16, 32, 128, 128, PACK),
 }
 GATES = ("log_decay", "beta")
@@ -84,9 +86,13 @@ STEP_TOKENS, TINY_SHARE = 32_768, 1024  # the former of each GPU
 
 
 class Run(NamedTuple):
-    """The processes of a run. mesh: of context parallelism. tiny: on a CPU, with tokens divided by TINY_SHARE."""
+    """The processes of a run. mesh: of context parallelism. tiny: on a CPU, with tokens divided by TINY_SHARE.
+
+    parallel: with the exchange of the devices, or NCCL. collective: with NCCL.
+    """
 
     parallel: ContextParallel
+    collective: ContextParallel
     mesh: DeviceMesh
     tiny: bool
     profile: bool
@@ -124,7 +130,7 @@ def draw(work: Work, device: str) -> tuple[dict[str, Tensor], Tensor]:
             shape, generator=generator, device=device, dtype=torch.float32 if name in GATES else torch.bfloat16
         )
         if name == "log_decay":
-            x = -0.1 * x.sigmoid()
+            x = -work.decay * x.sigmoid()
         if name == "beta":
             x = x.sigmoid().bfloat16()
         if name in ("q", "k", "a", "b"):
@@ -251,13 +257,17 @@ def measure(name: str, run: Run) -> dict[str, Any]:
     """Measure one update."""
     work = run.work(name)
     operands, d_o = draw(work, run.device)
-    bound, batch = bind(work.spec, run.backend), run.parallel.plan(1, work.T, work.documents)
-    whole, split = whole_step(bound, work, operands, d_o), split_step(bound, batch, operands, d_o)
-    row: dict[str, Any] = {"work": name, "gpus": run.ranks}
-    row["difference"] = differences(whole(), split(), batch, list(operands))
-    row["one_gpu_ms"], row["split_ms"] = (milliseconds(captured(step), work.calls) for step in (whole, split))
-    row["efficiency"] = row["one_gpu_ms"] / (run.ranks * row["split_ms"])
-    row["eager_split_ms"] = milliseconds(split)
+    bound = bind(work.spec, run.backend)
+    whole = whole_step(bound, work, operands, d_o)
+    row: dict[str, Any] = {"work": name, "gpus": run.ranks, "one_gpu_ms": milliseconds(captured(whole), work.calls)}
+    exchanges = {"symmetric": run.parallel} if run.parallel.symmetric else {}
+    for exchange, parallel in (exchanges | {"collective": run.collective}).items():
+        batch = parallel.plan(1, work.T, work.documents)
+        split = split_step(bound, batch, operands, d_o)
+        row[f"{exchange}_ms"] = milliseconds(captured(split), work.calls)
+        row[f"{exchange}_efficiency"] = row["one_gpu_ms"] / (run.ranks * row[f"{exchange}_ms"])
+        row[f"{exchange}_difference"] = differences(whole(), split(), batch, list(operands))
+        row[f"{exchange}_eager_ms"] = milliseconds(split)
     if run.profile:
         row["kernels"], row["kernels_of_whole"] = kernel_times(captured(split)), kernel_times(captured(whole))
     return row
@@ -341,7 +351,7 @@ def measure_longest(name: str, T: int, run: Run) -> dict[str, Any]:
         losses.append(loss.detach())
 
     row: dict[str, Any] = {"work": f"training step of {name}, FSDP2", "gpus": run.ranks, "tokens": T}
-    row["ms"] = milliseconds(step, calls=1, repeats=2)
+    row["ms"] = milliseconds(step, calls=1, repeats=1)
     row["losses"] = [round(float(loss), 4) for loss in losses]
     if not run.tiny:
         row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
@@ -368,7 +378,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=lambda x: x.split(","), default=[])
     parser.add_argument("--longest", nargs=2)
     parser.add_argument("--alone", type=int, default=0)
-    for name in ("symmetric", "pairs", "profile", "tiny"):
+    for name in ("nccl", "pairs", "profile", "tiny"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 
@@ -386,7 +396,7 @@ def main() -> None:
         if dist.get_rank() == (chosen.alone // 2):
             card = "cpu" if chosen.tiny else torch.cuda.get_device_name()
             shown = {key: x for key, x in row.items() if not key.startswith("kernels")}
-            shown |= {key: max(row[key].values()) for key in ("difference",) if key in row}
+            shown |= {key: max(x.values()) for key, x in row.items() if key.endswith("difference")}
             print({key: round(x, 4) if isinstance(x, float) else x for key, x in shown.items()}, flush=True)
             with open(chosen.out, "w") as file:
                 json.dump({"card": card, "torch": torch.__version__, "rows": rows}, file)
@@ -398,7 +408,11 @@ def main() -> None:
     mesh = init_device_mesh(kind, (size,), mesh_dim_names=("context",))
     if chosen.pairs:
         mesh = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("data", "context"))["context"]
-    run = Run(ContextParallel(mesh, symmetric=chosen.symmetric), mesh, chosen.tiny, chosen.profile)
+    collective = ContextParallel(mesh, symmetric=False)
+    parallel = collective if chosen.nccl or chosen.alone else ContextParallel(mesh)
+    run = Run(parallel, collective, mesh, chosen.tiny, chosen.profile)
+    if dist.get_rank() == 0:
+        print(parallel, flush=True)
     for name in chosen.updates:
         report(lambda name=name: measure(name, run))
     for name in chosen.steps:
