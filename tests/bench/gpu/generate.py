@@ -1,4 +1,4 @@
-"""Time generation with whole models: python generate.py [first | peers | compiled]... [MODEL]...
+"""Time generation with whole models: python generate.py [first | peers | forward | compiled]... [MODEL]...
 
 bf16, random weights, prompts of 512 tokens (attention: 8,192). Prints for each model and batch size the floor, the time
 per token of `generate_tokens` without options, and the time to the first token of a prompt of 2,048. The floor is the
@@ -7,7 +7,8 @@ same run. MODEL is a prefix of a name below. Needs a CUDA device. Uses the publi
 other versions.
 
 first: print only the seconds of the first call in this process, after imports and the construction of the model.
-compiled: add a decoder that is compiled and captured, and the forward of a prompt of 2,048 with compiled layers.
+compiled: add a decoder that is compiled and captured.
+forward: add the forward of a prompt of 2,048 with compiled layers.
 peers: add transformers with the same sizes, as far as it has the layers.
 """
 
@@ -156,7 +157,7 @@ def measure(name, speed, modes):
             del decoder
         gc.collect()
     line = f"    first token of {FIRST_PROMPT}, B = 1: {first_token(model):.2f} ms"
-    if "compiled" in modes:
+    if "forward" in modes:
         forward, first = compiled_forward(model)
         line += f"; compiled forward {forward:.2f} ms, its first call {first:.1f} s"
     print(line, flush=True)
@@ -178,7 +179,7 @@ def measure_peer(name):
 
 
 def main():
-    modes = [word for word in sys.argv[1:] if word in ("first", "peers", "compiled")]
+    modes = [word for word in sys.argv[1:] if word in ("first", "peers", "forward", "compiled")]
     prefixes = tuple(word for word in sys.argv[1:] if word not in modes) or ("",)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, deltazoo {deltazoo.__version__}", flush=True)
     names = [name for name in MODELS if name.startswith(prefixes)]

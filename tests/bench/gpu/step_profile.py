@@ -1,13 +1,16 @@
 """Print the kernels of a captured decoding step: python step_profile.py [compiled] MODEL[:BATCH[:PROMPT]]...
 
-MODEL is a name of generate.py. For each kernel: launches in a step, and microseconds from its start to the start of the
-next kernel, of which overlapping kernels share the time. Needs a CUDA device.
+MODEL is a name of generate.py. For each kernel and grid: launches in a step, and microseconds from its start to the
+start of the next kernel, of which overlapping kernels share the time. Needs a CUDA device.
 """
 
 import collections
 import gc
 import itertools
+import json
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from generate import build, prompt, seconds
@@ -19,14 +22,17 @@ STEPS = 8
 
 
 def kernels_of(call):
-    """The names and starts in ns of the kernels of `STEPS` calls, in order."""
+    """The start and the duration in us, and the name with the grid, of the kernels of `STEPS` calls, in order."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(STEPS):
             call()
         torch.cuda.synchronize()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
-    return sorted((e.start_ns(), e.duration_ns(), e.name()) for e in events)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    return sorted((e["ts"], e["dur"], f"{e['name'][:90]} {e['args'].get('grid', '')}") for e in events)
 
 
 def report(name, batch, length, compile):
@@ -40,10 +46,10 @@ def report(name, batch, length, compile):
     count, time = collections.Counter(), collections.Counter()
     for (start, duration, kernel), (following, *_) in itertools.pairwise(kernels):
         count[kernel] += 1
-        time[kernel] += min(following - start, duration + 20_000)
+        time[kernel] += min(following - start, duration + 20)
     print(f"{name}, B = {batch}, prompt {length}: {1e6 * took:.0f} us, {len(kernels) / STEPS:.0f} launches")
-    for kernel, ns in time.most_common(24):
-        print(f"    {ns / STEPS / 1e3:8.1f} us {count[kernel] / STEPS:6.1f} x  {kernel[:100]}", flush=True)
+    for kernel, us in time.most_common(24):
+        print(f"    {us / STEPS:8.1f} us {count[kernel] / STEPS:6.1f} x  {kernel}", flush=True)
 
 
 def main():
