@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from deltazoo.backends.torch_ext.modes import function_mode_is_active
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, gemv
 from deltazoo.backends.triton.gemv.op import MAX_WIDTH as MAX_WIDTH
@@ -34,6 +35,8 @@ def refusals(x: Tensor) -> list[str]:
     """Return why the kernels do not compute products of x [..., D], one sentence each; [] if they do."""
     if torch.is_grad_enabled() or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         return ["it needs a call without gradients and autocast."]
+    if function_mode_is_active():
+        return ["a torch function mode is active, which must see the calls of the modules."]
     most = MAX_ROWS if x.dtype == torch.float32 else MAX_DOT_ROWS
     if not is_known(x.shape[:-1].numel() <= most):
         return [f"with more than {most} rows separate products are faster."]

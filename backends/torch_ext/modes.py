@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
@@ -33,6 +34,12 @@ def dispatch_mode_is_active() -> bool:
         return False
     modes = _get_current_dispatch_mode_stack()
     return any(mode.is_infra_mode() or not mode.ignore_compile_internals() for mode in modes)
+
+
+def function_mode_is_active() -> bool:
+    """Whether a torch function mode must see the calls of torch's functions; a default device is a mode, too."""
+    modes = range(torch._C._len_torch_function_stack())
+    return any(not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in modes)
 
 
 def values_are_readable(*tensors: Tensor | None) -> bool:

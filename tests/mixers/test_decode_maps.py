@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from small_configs import OURS, WIDTH, small
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from deltazoo.backends.ops import gemv
@@ -96,3 +97,26 @@ def test_a_part_with_a_hook_computes_its_own_map(config, products):
     mixer.project.register_forward_pre_hook(lambda _, arguments: (2 * arguments[0], *arguments[1:]))
     check_last_token(mixer)
     assert len(products) == 1
+
+
+class DoubledMaps(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        y = function(*arguments, **(keywords or {}))
+        return 2 * y if function is F.linear else y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [DoubledMaps(), torch.device("cpu")], ids=["mode", "default device"])
+def test_a_function_mode_changes_the_maps_of_a_decode_step(mode, monkeypatch):
+    torch.manual_seed(0)
+    mixer, calls = RetNet(heads=2).build(16, backend="reference"), []
+
+    def counted(x, weights, norm=None, second=()):
+        calls.append(len(weights))
+        return [F.linear(x, weight) for weight in weights]
+
+    monkeypatch.setattr(gemv, "kernel_refusals", lambda x: [])
+    monkeypatch.setattr(gemv, "products", counted)
+    with mode:
+        check_last_token(mixer)
+    assert calls == ([] if isinstance(mode, DoubledMaps) else [2])
