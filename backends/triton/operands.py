@@ -374,8 +374,12 @@ def _aligned(size: Any) -> Any:
 
 def ready(x: Tensor) -> Tensor:
     """Make a tensor contiguous, starting at a multiple of 16 bytes, as the kernels' wide loads need."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return x if is_ready(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_ready(x: Tensor) -> bool:
+    """Whether `ready` returns the tensor itself."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def all_ready(arguments: Iterable[Any]) -> list[Any]:

@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
         if self.head is not None:
             return apply_map(x_BTD, self.head)
         weight_LD = self._tied_weight(x_BTD)
-        if not refusals(x_BTD) and weight_LD.dtype == x_BTD.dtype:
+        if self._has_plain_embedding and not refusals(x_BTD) and weight_LD.dtype == x_BTD.dtype:
             return products(x_BTD, [weight_LD])[0]
         return F.linear(x_BTD, weight_LD)
 

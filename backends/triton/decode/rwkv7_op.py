@@ -11,6 +11,7 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.operands import flatten, ready, schema, unflatten
 from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.runtime.early import loads_early
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
@@ -115,7 +116,7 @@ def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> No
         EPS=call.weights.eps, NORM_EPS=call.input_eps, OVERLAP=overlap,
         JOINT=B <= _JOINT_ROWS and head_bytes <= _JOINT_BYTES,
     )  # fmt: skip
-    early = int(call.x.is_cuda and torch.cuda.is_current_stream_capturing())
+    early = loads_early(*ranks.values())
     sizes = {"y_decay": H * K, "y_rate": H * K, "y_gate": H * V, "y_value": H * V if traits.VALUE else 0}
     tensors |= {"o": o} | dict.fromkeys(sizes)
     if not traits.JOINT:

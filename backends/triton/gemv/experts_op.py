@@ -12,6 +12,7 @@ from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.gemv.op import Around, GemvLaunch, launch_gemv
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.runtime.early import loads_early
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -90,11 +91,12 @@ def _launch(call: ExpertCall, y: Tensor) -> None:
     hidden = tensors | {"w": ready(call.to_hidden), "shared": shared_hidden}
     output = tensors | {"w": ready(call.out), "shared": shared_out}
     options = Options(4, overlap=overlap)
-    early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
     tiles = call.active * cdiv(F, _ROWS) + cdiv(S, _ROWS)
     launcher(select_kernel, tensors, {"traits": traits}, options)(B * cdiv(E, _RANKED), {})
     launcher(expert_hidden_kernel, hidden, {"traits": traits}, options)(B * tiles, {})
-    launcher(expert_output_kernel, output, {"traits": traits}, options)(B * cdiv(D, outputs), {"early": early})
+    launcher(expert_output_kernel, output, {"traits": traits}, options)(
+        B * cdiv(D, outputs), {"early": loads_early(call.out, call.shared_out)}
+    )
 
 
 def _fake(*arguments: Any) -> Tensor:

@@ -15,6 +15,7 @@ from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.runtime.early import loads_early
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -131,12 +132,14 @@ def launch_gemv(
         "weights": Weights(*(ready(weight) for weight in weights)),
     }  # fmt: skip
     if isinstance(launch, DotLaunch):
-        _launch_dots(tensors, around, shared, device, launch)
+        _launch_dots(tensors, around, shared, device, launch, loads_early(*weights))
     else:
-        _launch_gemv(tensors, around, shared, launch)
+        _launch_gemv(tensors, around, shared, launch, loads_early(*weights))
 
 
-def _launch_gemv(tensors: dict[str, Any], around: Around, shared: dict[str, Any], launch: GemvLaunch) -> None:
+def _launch_gemv(
+    tensors: dict[str, Any], around: Around, shared: dict[str, Any], launch: GemvLaunch, early: int
+) -> None:
     from deltazoo.backends.triton.gemv.kernels.gemv import GemvTraits, gemv_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
@@ -150,13 +153,12 @@ def _launch_gemv(tensors: dict[str, Any], around: Around, shared: dict[str, Any]
         X_STRIDE=x.stride(0), NORM=around.norm_weight is not None, EPS=around.eps, RESIDUAL=around.residual is not None,
         SHIFT=around.previous is not None, PLACE=(*around.places,) or (0,) * shared["MAPS"], **shared,
     )  # fmt: skip
-    early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
     run = launcher(gemv_kernel, tensors, {"traits": traits}, Options(launch.warps, overlap=overlap))
     run(tiles[-1], {"early": early})
 
 
 def _launch_dots(
-    tensors: dict[str, Any], around: Around, shared: dict[str, Any], device: DeviceSpec, launch: DotLaunch
+    tensors: dict[str, Any], around: Around, shared: dict[str, Any], device: DeviceSpec, launch: DotLaunch, early: int
 ) -> None:
     from deltazoo.backends.triton.gemv.kernels.few_rows import (
         FewRowsTraits,
@@ -199,7 +201,6 @@ def _launch_dots(
     options = Options(launch.warps, launch.stages, overlap=overlap)
     vectors = all(n * size % _VECTOR == 0 for n in (D, x.stride(-2), *places))
     kernel = few_rows_sm90_kernel if overlap and vectors else few_rows_kernel
-    early = int(x.is_cuda and torch.cuda.is_current_stream_capturing())
     launcher(kernel, tensors, {"traits": dots}, options)(tiles[-1] * splits, {"M": M, "early": early})
     if splits > 1:
         tensors["y"] = y
