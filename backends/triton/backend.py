@@ -197,7 +197,7 @@ class TritonBackend(Backend):
 
     def short_conv_step_(self, inputs: ConvInputs, parts: tuple[ConvPart, ...]) -> tuple[Tensor, ...] | None:
         refuse_forward_mode(self.name, inputs)
-        return None if conv_step.refusals(inputs, parts) else conv_step.conv_step_(inputs, parts)
+        return conv_step.conv_step_(inputs, parts) if conv_step.computes_step(inputs, parts) else None
 
     @staticmethod
     def _tensors_unsupported(device: str, dtype: torch.dtype, interpreted: bool, installed: bool) -> list[str]:

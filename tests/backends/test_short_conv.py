@@ -217,17 +217,18 @@ def test_the_kernel_of_one_token_matches_plain_torch_and_appends_it(name: str, d
     inputs = inputs._replace(x=F.pad(inputs.x, (0, 3))[..., : inputs.x.shape[2]])  # a view of wider rows
     expected = short_conv(ConvInputs(*(None if x is None else x.double() for x in inputs)), case.parts)
     appended = torch.cat([inputs.history, inputs.x], 1)[:, 1:]
+    assert conv_step.computes_step(inputs, case.parts) == inputs.x.is_cuda
     for actual, y in zip(conv_step.conv_step_(inputs, case.parts), expected, strict=True):
         assert actual.dtype == dtype
         assert (actual - y).norm() < LIMITS[dtype] * y.norm()
     assert torch.equal(inputs.history, appended)
 
 
-def test_steps_that_the_kernel_does_not_compute_are_refused_with_reasons() -> None:
+def test_the_kernel_of_one_token_computes_steps_with_a_history_and_equal_heads() -> None:
     inputs = ConvInputs(*(None if x is None else x.detach() for x in draw(STEPS["norms"], device="cpu")))
     heads = [ConvPart(32, True, 16), ConvPart(40, True, 8), ConvPart(32)]
-    assert any("got [8, 16]" in reason for reason in conv_step.refusals(inputs, heads))
-    assert any("needs a history" in reason for reason in conv_step.refusals(inputs._replace(history=None), [BARE]))
+    assert not conv_step.computes_step(inputs, heads)
+    assert not conv_step.computes_step(inputs._replace(history=None), [BARE])
 
 
 @needs_triton

@@ -21,17 +21,12 @@ _ELEMENTS = 4096  # inputs of a program
 _FEWEST, _MOST = 32, 256  # channels of a program without a norm
 
 
-def refusals(inputs: ConvInputs, parts: Sequence[ConvPart]) -> list[str]:
-    """Return why the kernel does not compute a step, beyond the limits of the device; [] if it does."""
-    reasons = kernel_refusals(inputs.x)
-    if inputs.history is None or inputs.cu_seqlens is not None or inputs.ends is not None:
-        reasons.append("a step of the convolution needs a history and rows that are not packed.")
-    elif inputs.history.dtype != inputs.x.dtype or inputs.history.shape[1] == 0:
-        reasons.append("a step of the convolution needs past inputs in the dtype of x.")
-    units = sorted({part.unit for part in parts} - {0})
-    if len(units) > 1:
-        reasons.append(f"heads with a norm must have equal numbers of channels in a step, got {units}.")
-    return reasons
+def computes_step(inputs: ConvInputs, parts: Sequence[ConvPart]) -> bool:
+    """Whether the kernel computes a step: without packing, with a history like x, and norms of equal heads."""
+    history, is_packed = inputs.history, inputs.cu_seqlens is not None or inputs.ends is not None
+    if is_packed or history is None or history.dtype != inputs.x.dtype or history.shape[1] == 0:
+        return False
+    return len({part.unit for part in parts} - {0}) <= 1 and not kernel_refusals(inputs.x)
 
 
 def conv_step_(inputs: ConvInputs, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:
