@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class CompiledLayers:
 
 def is_compiled_forward(forward: object) -> bool:
     """Whether `compile_layers` has set this forward of a module."""
-    return isinstance(forward, MethodType) and hasattr(forward.__func__, "compiled_kinds")
+    return isinstance(forward, MethodType) and hasattr(forward.__func__, "compiled_graphs")
 
 
 def check_updates(model: TokenModel, dtype: torch.dtype) -> None:
@@ -108,33 +108,25 @@ def _compile_method(
 
     The graph of a kind's first sizes is static, unless `dynamic`. All other sizes share a graph with dynamic sizes.
     """
-    kinds: dict[tuple[object, ...], _Kind] = {}
+    first_sizes: dict[tuple[object, ...], tuple[torch.Size, ...]] = {}
+    graphs: dict[tuple[object, ...], Callable[..., object]] = {}
 
     def forward(module: nn.Module, *arguments: Any, **keywords: Any) -> object:
         if torch.compiler.is_compiling():
             return method(module, *arguments, **keywords)
         values = (*arguments, *keywords.values())
         key, sizes = _kind(values), _sizes(values)
-        kind = kinds.get(key)
-        if kind is None:
-            kind = kinds[key] = _Kind(
-                None if dynamic else sizes, *(compiled_call(method, backend=compiler) for _ in range(2))
-            )
-        if sizes == kind.first_sizes:
-            return kind.static(module, *arguments, **keywords)
+        is_static = not dynamic and first_sizes.setdefault(key, sizes) == sizes
+        graph = graphs.get((is_static, *key))
+        if graph is None:
+            graph = graphs[is_static, *key] = compiled_call(method, backend=compiler)
+        if is_static:
+            return graph(module, *arguments, **keywords)
         keywords = {name: _with_dynamic_sizes(value) for name, value in keywords.items()}
-        return kind.dynamic(module, *map(_with_dynamic_sizes, arguments), **keywords)
+        return graph(module, *map(_with_dynamic_sizes, arguments), **keywords)
 
-    vars(forward)["compiled_kinds"] = kinds
+    vars(forward)["compiled_graphs"] = graphs
     return forward
-
-
-class _Kind(NamedTuple):
-    """The compiled functions of one kind of call: for the sizes of its first call, or None, and for all others."""
-
-    first_sizes: tuple[torch.Size, ...] | None
-    static: Callable[..., object]
-    dynamic: Callable[..., object]
 
 
 def _kind(values: Sequence[object]) -> tuple[object, ...]:
