@@ -27,7 +27,7 @@ from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
-from deltazoo.mixers.families.token_cache import TokenCacheMixer
+from deltazoo.mixers.families.token_cache import QKV, TokenCacheMixer
 from deltazoo.mixers.parts.attention.softmax_attention import attend
 from deltazoo.mixers.parts.attention.split_attention import attend_split
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -152,7 +152,7 @@ class FoXMixer(TokenCacheMixer):
                 o = forgetting_attention(q, k, v, log_f, self.scale, context.cu_seqlens)
             else:
                 sums = self._sum_gates(log_f, state, new, context)
-                o = self._attend_with_channels(q, k, v, sums, state, new, context)
+                o = self._attend_with_channels(QKV(q, k, v), sums, state, new, context)
         o = o.to(x.dtype)
         o = _normalize(self.o_norm, o, x, context)
         if self.to_gate is not None:
@@ -161,26 +161,20 @@ class FoXMixer(TokenCacheMixer):
         return self.out(o.flatten(2))
 
     def _attend_with_channels(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sums: Tensor,
-        state: dict[str, Tensor] | None,
-        new: dict[str, Tensor],
-        context: Context,
+        self, tokens: QKV, sums: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Tensor:
         """Attend with the gates as channels of the keys, which the cache stores as well."""
-        q, k, v = in_gate_dtype(q, k, v)
+        q, k, v = in_gate_dtype(*tokens)
         k = keys_with_gates(k, sums, self.scale)
         if state is not None and "pages" in state:
-            return self.attend_paged(queries_with_gates(q, self.key_value_heads), k, v, self.scale, state, new, context)
+            tokens = QKV(queries_with_gates(q, self.key_value_heads), k, v)
+            return self.attend_paged(tokens, self.scale, state, new, context)
         if state is not None and runs_by_kernel(KERNEL, _cache_refusals(q, state["k"])):
             self.append({"k": k, "v": v}, state, new, q, context)
             return self._attend_cache(q, new, context)
         q = queries_with_gates(q, self.key_value_heads)
         if state is not None:
-            return self.attend_cached(q, k, v, self.scale, state, new, context)
+            return self.attend_cached(QKV(q, k, v), self.scale, state, new, context)
         if context.parallel is not None:
             return attend_split(q, k, v, self.scale, None, context.parallel)
         return attend(q, k, v, self.scale, None, context.cu_seqlens)

@@ -5,7 +5,7 @@ B batch, S slots
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from deltazoo.mixers.parts.attention.split_attention import (
     document_starts,
     gather_keys_and_values,
 )
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of the new tokens, [B, T, heads, channels]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class TokenCacheMixer(FilterMixer, ABC):
@@ -104,32 +112,19 @@ class TokenCacheMixer(FilterMixer, ABC):
         new["seen"] = seen
 
     def attend_paged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        state: dict[str, Any],
-        new: dict[str, Any],
-        context: Context,
+        self, tokens: QKV, scale: float, state: dict[str, Any], new: dict[str, Any], context: Context
     ) -> Tensor:
         """Store k and v in the pages of the state, and attend to all tokens. Returns: [B, T, H, V]."""
-        o = attend_paged(q, k, v, scale, PagedCache(state["pages"], state["table"], state["seen"]), context)
-        seen = state["seen"].add_(token_counts(q, context))
+        o = attend_paged(*tokens, scale, PagedCache(state["pages"], state["table"], state["seen"]), context)
+        seen = state["seen"].add_(token_counts(tokens.q, context))
         new.update(pages=state["pages"], table=state["table"], seen=seen)
         return o
 
     def attend_cached(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        state: dict[str, Tensor],
-        new: dict[str, Tensor],
-        context: Context,
+        self, tokens: QKV, scale: float, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
     ) -> Tensor:
         """Append k and v to the cached tensors of these names, and attend to all of them. Returns: [B, T, H, V]."""
+        q, k, v = tokens
         cache = KVCache(state["k"], state["v"], state["seen"])
         if context.parallel is not None:
             k, v = gather_keys_and_values(k, v, context.parallel)
