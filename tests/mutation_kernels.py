@@ -117,7 +117,7 @@ PORTABLE_KERNELS = [
         "backends/test_triton.py::test_decode_with_a_slot_outside_the_pool_accesses_no_state[gated delta]",
     ),
     Mutation(
-        "fused step: the history of the convolution is not shifted", f"{TRITON}/decode/kernels/step_parts.py",
+        "fused step: the history of the convolution is not shifted", f"{TRITON}/device/taps.py",
         "taps[i + 1].to(", "taps[i].to(", "test-kernels", f"{FUSED_TEST}[gated delta-none]",
     ),
     Mutation(

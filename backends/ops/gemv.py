@@ -4,6 +4,8 @@
     add_product     y = residual + W x          or residual + W norm(x)
     hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
 
+The first of several maps may have a short convolution of the token, conv(W_1 x).
+
 with norm(x) = weight * x / sqrt(mean(x^2) + eps), which is rounded to the dtype of x only with several rows in 16 bits.
 Sums are in float32; a row's result does not depend on the other rows. Nothing here records gradients.
 """
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.modes import function_mode_is_active
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
-from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, gemv
+from deltazoo.backends.triton.gemv.op import MAX_DOT_ROWS, MAX_MAPS, MAX_ROWS, gemv, gemv_convolved_
 from deltazoo.backends.triton.gemv.op import MAX_WIDTH as MAX_WIDTH
+from deltazoo.backends.triton.gemv.op import Convolution as Convolution
 from deltazoo.backends.triton.limits import kernel_refusals
 
 Activation = Literal["silu", "gelu", "relu2"]
@@ -46,16 +49,19 @@ def refusals(x: Tensor) -> list[str]:
 
 
 def products(
-    x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None, second: Sequence[Tensor | None] = ()
-) -> list[Tensor]:
+    x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None, second: Sequence[Tensor | None] = (),
+    convolution: Convolution | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Compute W x, or W norm(x), for each weight [N, D].
 
-    Args: x: [..., D], without `refusals`. second: for each map a second weight U [.., N], for U W x instead, or None.
+    Args:
+        x: [..., D], without `refusals`. second: for each map a second weight U [.., N], for U W x instead, or None.
+        convolution: of the first map, whose history [.., W - 1, N] changes in place; None: none.
     """
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])
-        y = _call(x, group, norm)
+        y = _call(x, group, norm) if first or convolution is None else _convolve(x, group, norm, convolution)
         ends = [*itertools.accumulate(weight.shape[0] for weight in group)]
         parts = [y[..., end - weight.shape[0] : end] for end, weight in zip(ends, group, strict=True)]
         of_rank: dict[int, dict[int, Tensor]] = {}
@@ -99,6 +105,12 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor, norm: Norm | None =
 def hidden(x: Tensor, weight: Tensor, norm: Norm | None, activation: Activation, gated: bool) -> Tensor:
     """Compute the hidden channels of an MLP from x or norm(x). Args: weight: [F, D], or if gated [2 F, D]."""
     return _call(x, [weight], norm, activation=activation, gated=gated)
+
+
+def _convolve(x: Tensor, weights: list[Tensor], norm: Norm | None, convolution: Convolution) -> Tensor:
+    weight, eps = (None, 0.0) if norm is None else norm
+    y: Tensor = gemv_convolved_(x.flatten(0, -2), weight, eps, weights, *convolution)
+    return torch.unflatten(y, 0, x.shape[:-1])
 
 
 def _call(

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
-from deltazoo.backends.ops.gemv import Norm
+from deltazoo.backends.ops.gemv import Convolution, Norm
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.triton.decode.fused import reads_convolved
 from deltazoo.backends.update.base import Draft
 from deltazoo.backends.update.dispatch import BoundUpdate
-from deltazoo.mixers.core.decode_maps import apply_maps
+from deltazoo.mixers.core.decode_maps import apply_maps, convolves
 from deltazoo.mixers.core.part import Fusible, StatelessOutputPart
 
 
@@ -56,17 +57,51 @@ class DecodeFusion(NamedTuple):
             o = part.transform(o, x_BTD)
         return FusedDrafts(o, inputs.qkv, draft)
 
+    def decode_(
+        self, bound: BoundUpdate, x_B1D: Tensor, history: Tensor | None, states: Tensor, norm: Norm | None
+    ) -> Tensor:
+        """Decode one token per row; history and states change in place. Returns: o [B, 1, HV, V].
+
+        The kernel of the products computes the convolution as well, where that is faster.
+        """
+        operands, maps = self._parameters_and_maps(x_B1D, history)
+        step, convolution = self.step, self._convolution(x_B1D, operands, maps)
+        if convolution is not None:
+            operands = {name: x for name, x in operands.items() if name not in ("history", "weight", "bias")}
+            step = step._replace(taps=0, parts=tuple(part._replace(silu=False) for part in step.parts))
+        inputs = FusedDecodeInputs(**operands, **apply_maps(x_B1D, maps, norm, convolution))
+        return bound.fused_decode_step_(step, inputs, states)
+
+    def _convolution(
+        self, x_B1D: Tensor, operands: Mapping[str, Tensor], maps: Mapping[str, nn.Module]
+    ) -> Convolution | None:
+        """Return the convolution that the kernel of the products computes, or None if the step computes it."""
+        parts = self.step.parts
+        if "history" not in operands or any(part.silu != parts[0].silu for part in parts):
+            return None
+        if not reads_convolved(self.step, x_B1D.shape[0]):
+            return None
+        convolution = Convolution(operands["history"], operands["weight"], operands.get("bias"), parts[0].silu)
+        return convolution if convolves(x_B1D, maps["qkv"], convolution) else None
+
     def inputs(self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None = None) -> FusedDecodeInputs:
         """Compute the operands of the step.
 
         Args: x_B1D: input of the mixer, before `norm` if it is given; history: state of the convolution.
         """
+        operands, maps = self._parameters_and_maps(x_B1D, history)
+        return FusedDecodeInputs(**operands, **apply_maps(x_B1D, maps, norm))
+
+    def _parameters_and_maps(
+        self, x_B1D: Tensor, history: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, nn.Module]]:
+        """Return the operands that do not depend on the token, and the maps that compute the others, qkv first."""
         operands = {} if history is None else {"history": history}
         maps: dict[str, nn.Module] = {}
         for part in self.fused_parts.values():
             operands |= part.fused_parameters(x_B1D)
             maps |= part.fused_maps()
-        return FusedDecodeInputs(**operands, **apply_maps(x_B1D, maps, norm))
+        return operands, maps
 
 
 class FusionPlan(NamedTuple):

@@ -9,18 +9,22 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from deltazoo.backends.ops import gemv
-from deltazoo.backends.ops.gemv import Norm
+from deltazoo.backends.ops.gemv import Convolution, Norm
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.mixers.core.part import GateLinear
 
 
-def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None = None) -> dict[str, Tensor]:
+def apply_maps(
+    x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None = None, convolution: Convolution | None = None
+) -> dict[str, Tensor]:
     """Apply each map to x, or to its norm.
 
     Plain linear maps, and the first ones of maps of low rank, are one product on a GPU. A bias is added to the rounded
     product. Other modules are called.
+
+    Args: convolution: of the output of the first map, for which `convolves` holds; None: none.
     """
     first: dict[str, nn.Linear] = {}
     for name, module in maps.items():
@@ -36,7 +40,7 @@ def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None =
             if reads_weight(linear, x_B1D) and reads_weight(first[name], x_B1D)
         }
         weights = [linear.weight for linear in first.values()]
-        products = gemv.products(x_B1D, weights, norm, [joint.get(name) for name in first])
+        products = gemv.products(x_B1D, weights, norm, [joint.get(name) for name in first], convolution)
         for (name, linear), product in zip(first.items(), products, strict=True):
             if name in joint:
                 results[name] = product
@@ -49,6 +53,13 @@ def apply_maps(x_B1D: Tensor, maps: Mapping[str, nn.Module], norm: Norm | None =
             if name not in results:
                 results[name] = module(normed_B1D)
     return results
+
+
+def convolves(x_B1D: Tensor, module: nn.Module, convolution: Convolution) -> bool:
+    """Whether `apply_maps` convolves the output of a map together with its product."""
+    if not reads_weight(module, x_B1D) or gemv.refusals(x_B1D):
+        return False
+    return convolution.history.dtype == x_B1D.dtype and convolution.history.shape[1] > 0
 
 
 def apply_to_input(x_BTD: Tensor, maps: Mapping[str, nn.Module], state: Any) -> dict[str, Tensor]:

@@ -249,8 +249,8 @@ class DeltaMixer(Mixer):
         fusion = None if torch.is_grad_enabled() or not bound.may_fuse_decode(device) else self.decode_fusion()
         if fusion is None or not bound.can_fuse_decode(fusion.step, device, linear_output_dtype(x_BTD)):
             return None
-        inputs = fusion.inputs(x_BTD, state.get("project"), norm)
-        return bound.fused_decode_step_(fusion.step, inputs, state[self.update_key]), fusion.remaining
+        o = fusion.decode_(bound, x_BTD, state.get("project"), state[self.update_key], norm)
+        return o, fusion.remaining
 
     def _fused_drafts(
         self, x_BTD: Tensor, state: Mapping[str, Tensor], norm: Norm | None

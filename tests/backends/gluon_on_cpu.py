@@ -292,6 +292,8 @@ def inline_asm(text, constraints, args, dtype, is_pure=True, pack=1):
     x = args[0].x
     if "pattern" in text:
         return _apply_token_mask(text, x)
+    if "prefetch" in text:
+        return args[0]
     if "%laneid" in text and pack == 8:
         return Array(ptx_on_cpu.elementwise_n16(text, [a.x for a in args]))
     if pack == 16:
@@ -442,7 +444,7 @@ def _language() -> types.ModuleType:
     gl.__dict__.update(
         constexpr=lambda x: x, pointer_type=Pointer, static_range=range, load=load, store=store, where=where,
         inline_asm_elementwise=inline_asm, warp_specialize=warp_specialize, allocate_shared_memory=_allocate,
-        barrier=lambda: None, shared_memory_descriptor=Shared,
+        barrier=lambda: None, debug_barrier=lambda: None, shared_memory_descriptor=Shared,
         program_id=lambda axis: Array(THREAD.program.pid), num_programs=lambda axis: Array(THREAD.program.programs),
         arange=lambda first, last, layout=None: Array(torch.arange(first, last, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout=None: Array(torch.zeros(shape, dtype=dtype.torch)),

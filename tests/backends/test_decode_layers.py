@@ -55,9 +55,12 @@ def decode(model: LanguageModel, monkeypatch: pytest.MonkeyPatch, packed: bool) 
 @pytest.mark.parametrize("name", MIXERS)
 def test_packed_products_equal_separate_ones(name, monkeypatch):
     model = build(MIXERS[name])
-    separate, _ = decode(model, monkeypatch, packed=False)
+    separate, unpacked_kernels = decode(model, monkeypatch, packed=False)
     packed, kernels = decode(model, monkeypatch, packed=True)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
+    # the products convolve what a kernel convolves for heads that share keys
+    assert unpacked_kernels.count("convolve_step_kernel") == (T if name == "a norm after the step" else 0)
+    assert "convolve_step_kernel" not in kernels
     # norm and maps, residual; norm and hidden channels, residual; head; the second maps of KDA
     assert kernels.count("gemv_kernel") == T * (5 + {"maps of low rank": 1}.get(name, 0))
     steps = {"token_attention_kernel", "fused_step_kernel", "rwkv7_step_kernel"}

@@ -86,6 +86,23 @@ def test_maps_read_different_columns():
     assert_near(y, torch.cat(parts, 1), PRODUCT)
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_first_map_is_convolved_and_its_product_appended(splits, monkeypatch):
+    M, D, C, W = 19, 1160, 86, 4
+    monkeypatch.setattr(op, "_LEAST_SPAN", 512 if splits else D)
+    x, weights = draw(M, D), [draw(n, D, seed=n) / D**0.5 for n in (C, 9)]
+    history, taps, bias = draw(M, W - 1, C, seed=1), draw(C, W, seed=2), draw(C, seed=3)
+    before = history.clone()
+    y = op.gemv_convolved_(x, None, 0.0, weights, history, taps, bias, True)
+    tokens, others = (x.double() @ weight.double().T for weight in weights)
+    assert torch.equal(history[:, :-1], before[:, 1:])
+    inputs = torch.cat([before, history[:, -1:]], 1).double()
+    convolved = F.silu((inputs * taps.T.double()).sum(1) + bias.double())
+    expected = torch.cat([convolved, others, tokens], 1)
+    launched = (PRODUCT, FINISH) if splits else (PRODUCT,)
+    assert_near(torch.cat([y, history[:, -1]], 1), expected, *launched)
+
+
 def test_infinite_weights_of_other_outputs_change_nothing():
     x, weight = draw(3, 72), draw(50, 72, seed=1)
     y = op.gemv(x, None, 0.0, [weight], None, "", False, None, None, [])

@@ -14,7 +14,16 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import gemv as module
-from deltazoo.backends.ops.gemv import Norm, Shift, add_product, hidden, products, refusals, shifted_products
+from deltazoo.backends.ops.gemv import (
+    Convolution,
+    Norm,
+    Shift,
+    add_product,
+    hidden,
+    products,
+    refusals,
+    shifted_products,
+)
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.gemv import op
@@ -107,6 +116,31 @@ def test_second_maps_read_the_products_of_the_first(M, dtype):
 
 
 @needs_triton
+@pytest.mark.parametrize(("bias", "silu"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("M", "dtype", "span"),
+    [(2, torch.float32, 512), (1, torch.float16, 512), (5, torch.float16, 512), (5, torch.float16, 100)],
+    ids=["two rows", "one row", "few rows", "split"],
+)
+def test_the_first_map_is_convolved_and_its_product_appended(M, dtype, span, bias, silu, monkeypatch):
+    monkeypatch.setattr(op, "_LEAST_SPAN", span)
+    C, W, D = 70, 4, 264
+    x, weights = draw(M, 1, D, dtype=dtype), [draw(n, D, dtype=dtype, seed=n) * D**-0.5 for n in (C, 3, 20)]
+    history, taps = draw(M, W - 1, C, dtype=dtype, seed=1), draw(C, W, dtype=dtype, seed=2)
+    added, norm = draw(C, dtype=dtype, seed=3) if bias else None, Norm(draw(D, seed=4), 0.1)
+    before = history.clone()
+    results = products(x, weights, norm, (), Convolution(history, taps, added, silu))
+    exact = normed(x, norm)
+    for y, weight in zip(results[1:], weights[1:], strict=True):
+        assert_near(y, exact @ weight.double().T)
+    assert torch.equal(history[:, :-1], before[:, 1:])
+    assert_near(history[:, -1:], exact @ weights[0].double().T)
+    inputs = torch.cat([before, history[:, -1:]], 1).double()
+    y = (inputs * taps.T.double()).sum(1, keepdim=True) + (0.0 if added is None else added.double())
+    assert_near(results[0], F.silu(y) if silu else y)
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_residual_is_added_before_the_result_is_rounded(dtype):
     x, weight, residual = draw(3, 1, 20, dtype=dtype), draw(11, 20, dtype=dtype), draw(3, 1, 11, dtype=dtype, seed=3)
@@ -155,7 +189,8 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     monkeypatch.setattr(op, "device_spec", lambda _: DeviceSpec("NVIDIA H100", "cuda", (9, 0), 132, 232448))
     x, norm = torch.empty(M, 1, 2400, dtype=dtype), Norm(torch.empty(2400, dtype=dtype), 1e-5)
-    products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm)
+    convolution = Convolution(*(torch.empty(*n, dtype=dtype) for n in ((M, 3, 7200), (7200, 4))), None, True)
+    products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm, (), convolution)
     hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
     add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
     uses_dots = M >= op.MIN_DOT_ROWS and dtype != torch.float32

@@ -13,6 +13,7 @@ from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import EPS
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.config import Launch, LaunchConfig, parse
 from deltazoo.backends.triton.conv.op import too_many_taps
@@ -32,6 +33,7 @@ _SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _FINISH_WARPS = 32, 4, 1, 4
 # gated-deltanet-1.3b on an H200 take 120 us in place of 50. Each layer waits for the code, of which there is more.
 _CONVOLVE_WARPS, _CONVOLVED = 2, 128
 _WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
+_USUAL_PROCESSORS = 132  # of an H100 and an H200
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
 
@@ -61,6 +63,18 @@ def _split_tile(device: DeviceSpec, heads: int, V: int, householders: int) -> in
     if V <= _SPLIT_TILE or householders > 2:
         return 0
     return _SPLIT_TILE if 4 * heads <= device.processors or V > _WIDE_VALUES else 0
+
+
+def reads_convolved(step: FusedDecodeStep, rows: int) -> bool:
+    """Whether the product before a step of so many rows should convolve q, k and v: not before one that is split.
+
+    Each program of a split step would compute the norms of its head's keys again. Captured steps on an H200, us,
+    without and with the convolution in the product: not split mamba2 1125 and 1104 with one row, 3031 and 3024 with 32,
+    kda 1630 and 1602 with 32; split kda 969 and 1010 with one row, gated-deltanet-h1-1.3b 1800 and 1818 with 32.
+    """
+    if step.V <= _SPLIT_TILE or step.spec.householders > 2:
+        return True
+    return step.V <= _WIDE_VALUES and is_known(4 * rows * step.HV > _USUAL_PROCESSORS)
 
 
 def unsupported(step: FusedDecodeStep) -> list[str]:

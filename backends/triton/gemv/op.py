@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.problem import architecture, device_spec
@@ -73,6 +73,18 @@ class DotLaunch(NamedTuple):
     share: int = 2
 
 
+class Convolution(NamedTuple):
+    """The short convolution of the token that the first map computes, C channels with W taps, and its SiLU.
+
+    Args: history: [M, W - 1, C], contiguous; the token is appended in place. weight, bias: [C, W] and [C].
+    """
+
+    history: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+
+
 class Around(NamedTuple):
     """The operations around a product.
 
@@ -81,6 +93,7 @@ class Around(NamedTuple):
         previous, mix: of a token shift, which needs a norm: the normed inputs before [M, D] and shares [.., D].
         places: for each map the row of its shares, or without a token shift the first of the columns of x that it
             reads; empty: 0.
+        convolution: of the first map; None: none. Without activation, gate and residual.
     """
 
     norm_weight: Tensor | None = None
@@ -91,6 +104,7 @@ class Around(NamedTuple):
     previous: Tensor | None = None
     mix: Tensor | None = None
     places: Sequence[int] = ()
+    convolution: Convolution | None = None
 
 
 def launch_of(M: int, weight: Tensor, gated: bool) -> GemvLaunch | DotLaunch:
@@ -106,6 +120,17 @@ def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
     with torch.cuda.device_of(x):
         surroundings = Around(norm_weight, eps, *around)
         launch_gemv(x, weights, surroundings, y, launch_of(x.shape[0], weights[0], surroundings.gated))
+    return y
+
+
+def _convolved(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], history: Tensor, *convolution: Any
+) -> Tensor:
+    y, pool = _fake(x, norm_weight, eps, weights), history.contiguous()
+    with torch.cuda.device_of(x):
+        around = Around(norm_weight, eps, convolution=Convolution(pool, *convolution))
+        launch_gemv(x, weights, around, y, launch_of(x.shape[0], weights[0], gated=False))
+    mark_written(history, pool)
     return y
 
 
@@ -129,8 +154,13 @@ def launch_gemv(
         "residual": None if around.residual is None else around.residual.contiguous(), "y": y,
         "previous": None if around.previous is None else ready(around.previous),
         "mix": None if around.mix is None else ready(around.mix),
-        "weights": Weights(*(ready(weight) for weight in weights)),
+        "weights": Weights(*(ready(weight) for weight in weights)), "history": None, "taps": None, "tap_bias": None,
     }  # fmt: skip
+    shared |= {"TAPS": 0, "TAP_BIAS": False, "TAP_SILU": False}
+    if around.convolution is not None:
+        history, taps, bias, silu = around.convolution
+        tensors |= {"history": history, "taps": ready(taps), "tap_bias": None if bias is None else ready(bias)}
+        shared |= {"TAPS": taps.shape[1], "TAP_BIAS": bias is not None, "TAP_SILU": silu}
     if isinstance(launch, DotLaunch):
         _launch_dots(tensors, around, shared, device, launch, loads_early(*weights))
     else:
@@ -208,7 +238,8 @@ def _launch_dots(
         block = min(_FINISHED, power_of_two(total))
         traits = RowsTraits(
             total, block, overlap, SPLITS=splits, ACTIVATION=around.activation, GATED=around.gated,
-            RESIDUAL=around.residual is not None,
+            RESIDUAL=around.residual is not None, CHANNELS=shared["N"][0],
+            **{name: shared[name] for name in ("TAPS", "TAP_BIAS", "TAP_SILU")},
         )  # fmt: skip
         run = launcher(finish_rows_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
         run(M * cdiv(total, block), {"M": M})
@@ -225,10 +256,23 @@ def _fake(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights) // (2 if gated else 1))
 
 
+def _convolved_fake(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], *convolution: Any
+) -> Tensor:
+    return _fake(x, norm_weight, eps, weights)
+
+
 gemv = operator(
     "triton_gemv(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor? residual, str activation,"
     " bool gated, Tensor? previous, Tensor? mix, int[] places) -> Tensor",
     _gemv,
     compiled_ahead(_gemv, _fake),
+    any_layout=True,
+)
+gemv_convolved_ = operator(
+    "triton_gemv_convolved_(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor(a!) history,"
+    " Tensor taps, Tensor? bias, bool silu) -> Tensor",
+    _convolved,
+    compiled_ahead(_convolved, _convolved_fake),
     any_layout=True,
 )

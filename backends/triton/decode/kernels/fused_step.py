@@ -19,17 +19,15 @@ import triton.language as tl
 from deltazoo.backends.triton.decode.kernels.micro_step import micro_step
 from deltazoo.backends.triton.decode.kernels.step_parts import (
     convolve,
-    convolve_taps,
     l2_normalize,
     load_head,
-    load_taps,
     log_decay_of,
     norm_and_gate,
-    push_token,
     strength_of,
 )
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 from deltazoo.backends.triton.device.step_size import step_size
+from deltazoo.backends.triton.device.taps import convolve_taps, load_taps, push_token
 
 
 class StepTraits(NamedTuple):
@@ -126,7 +124,7 @@ def fused_step_kernel(
     ks = tl.arange(0, traits.BK)
     in_k = ks < K
     if traits.OVERLAP:
-        if traits.SPLIT > 0 and not traits.SLOTS:
+        if not traits.SLOTS:
             state = states + (row * HV + hv) * K * V + tl.minimum(ks, K - 1) * V + first
             prefetch_line(state)
             prefetch_line(state + tl.minimum(BV - 1, V - 1 - first))

@@ -1,4 +1,4 @@
-"""Parts of the fused decode step: the convolution's taps, activations, strengths, output norm and gate.
+"""Parts of the fused decode step: the convolution, activations, strengths, output norm and gate.
 
 V value width, C channels of the projection, W taps
 """
@@ -6,14 +6,7 @@ V value width, C channels of the projection, W taps
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def load_taps(x, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
-    """Load channels of a row: its history from the oldest entry on, then its token."""
-    taps = ()
-    for i in tl.static_range(W - 1):
-        taps = taps + (tl.load(history + i * C + channel, mask=mask, other=0.0),)
-    return taps + (tl.load(x + channel, mask=mask, other=0.0),)
+from deltazoo.backends.triton.device.taps import convolve_taps, load_taps
 
 
 @triton.jit
@@ -26,28 +19,6 @@ def convolve(
     if SILU:
         y *= tl.sigmoid(y)
     return y
-
-
-@triton.jit
-def convolve_taps(taps, weight, bias, channel, mask, W: tl.constexpr, BIAS: tl.constexpr):
-    """Return channels after the convolution, in float32."""
-    token = taps[W - 1 if W > 0 else 0]
-    y = token.to(tl.float32)
-    if W > 0:
-        y *= tl.load(weight + channel * W + (W - 1), mask=mask, other=0.0).to(tl.float32)
-        for i in tl.static_range(W - 1):
-            past = taps[i].to(token.dtype).to(tl.float32)
-            y += past * tl.load(weight + channel * W + i, mask=mask, other=0.0).to(tl.float32)
-        if BIAS:
-            y += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
-    return y
-
-
-@triton.jit
-def push_token(taps, history, channel, mask, C: tl.constexpr, W: tl.constexpr):
-    """Shift the history by one and append the token; no program may read this history afterwards."""
-    for i in tl.static_range(W - 1):
-        tl.store(history + i * C + channel, taps[i + 1].to(history.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels.gemv import activate, locate_map
+from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, push_token
+from deltazoo.backends.triton.gemv.kernels.gemv import activate, convolve_product, locate_map
 
 
 class FewRowsTraits(NamedTuple):
@@ -29,7 +30,7 @@ class FewRowsTraits(NamedTuple):
         BLOCK: inputs that a program reads at a time. STAGES: blocks in flight. SPLITS: programs of a tile; with more
             than one, y is their sums. SPAN: inputs of a program, a multiple of BLOCK.
         X_STRIDE: elements from row to row of x. PLACE: the first number of x that each map reads, a multiple of UNIT
-            bytes. OVERLAP: see device/overlap.py.
+            bytes. TAPS, TAP_BIAS, TAP_SILU: as in `GemvTraits`. OVERLAP: see device/overlap.py.
     """
 
     D: int
@@ -49,16 +50,19 @@ class FewRowsTraits(NamedTuple):
     ACTIVATION: str
     GATED: bool
     RESIDUAL: bool
+    TAPS: int
+    TAP_BIAS: bool
+    TAP_SILU: bool
     OVERLAP: bool
 
 
 @triton.jit(do_not_specialize=["M"])
-def few_rows_kernel(x, residual, weights, y, M, traits: tl.constexpr):
+def few_rows_kernel(x, residual, weights, history, taps, tap_bias, y, M, traits: tl.constexpr):
     """Compute ROWS rows of the product of one map for all rows of x, or their sums over a part of D.
 
     Grid: tiles of ROWS rows of the weights of all maps, SPLITS. Reads x [M, D] of each map, residual [M, N], w [N, D],
     with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps], or with SPLITS > 1 the sums
-    [SPLITS, M, rows of all weights] in float32.
+    [SPLITS, M, rows of all weights] in float32. With TAPS it reads and writes what gemv_kernel does.
     """
     D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
@@ -110,6 +114,15 @@ def few_rows_kernel(x, residual, weights, y, M, traits: tl.constexpr):
             sums = activate(sums, ACTIVATION)
         at = ms[None, :].to(tl.int64) * TOTAL + first + output[:, None]
         mask = (output < size)[:, None] & in_m[None, :]
+        if traits.TAPS > 0:
+            channel = output[:, None]
+            in_conv = ((output < N0) & (tile < traits.TILES[1]))[:, None]
+            inputs = history + (ms * ((traits.TAPS - 1) * N0))[None, :]
+            past = load_past(inputs, channel, in_conv & in_m[None, :], N0, traits.TAPS)
+            token = sums.to(y.dtype.element_ty)
+            tap_weights = load_tap_weights(taps, tap_bias, channel, in_conv, traits.TAPS, traits.TAP_BIAS)
+            sums = tl.where(in_conv, convolve_product(token, past, tap_weights, traits), sums)
+            push_token(past + (token,), inputs, channel, in_conv & in_m[None, :], N0, traits.TAPS)
         if traits.RESIDUAL:
             sums += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
@@ -122,7 +135,8 @@ class RowsTraits(NamedTuple):
         D: width of x or y. BLOCK: columns of a program, a power of two; of `normalize_rows_kernel` at least D.
         STRIDE: elements from row to row of x. EPS: of the norm. INPUTS: rows of mix, the shares of the token shifts; 0:
             no shift.
-        SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL: as of the product.
+        SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL, TAPS, TAP_BIAS, TAP_SILU: as of the product. CHANNELS:
+            of the convolution.
     """
 
     D: int
@@ -135,6 +149,10 @@ class RowsTraits(NamedTuple):
     ACTIVATION: str = ""
     GATED: bool = False
     RESIDUAL: bool = False
+    CHANNELS: int = 0
+    TAPS: int = 0
+    TAP_BIAS: bool = False
+    TAP_SILU: bool = False
 
 
 @triton.jit
@@ -165,11 +183,11 @@ def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.cons
 
 
 @triton.jit(do_not_specialize=["M"])
-def finish_rows_kernel(sums, residual, y, M, traits: tl.constexpr):
+def finish_rows_kernel(sums, residual, history, taps, tap_bias, y, M, traits: tl.constexpr):
     """Add the sums of all splits, and compute what follows the product.
 
     Grid: rows, blocks of BLOCK outputs. Reads sums [SPLITS, M, D], or with GATED [SPLITS, M, 2 D], residual [M, D].
-    Writes y [M, D].
+    Writes y [M, D]. With TAPS it reads and writes what gemv_kernel does.
     """
     D: tl.constexpr = traits.D
     BLOCK: tl.constexpr = traits.BLOCK
@@ -183,6 +201,11 @@ def finish_rows_kernel(sums, residual, y, M, traits: tl.constexpr):
     m = tl.program_id(0) // BLOCKS
     d = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     in_d = d < D
+    if traits.TAPS > 0:
+        in_conv = d < traits.CHANNELS
+        inputs = history + m * ((traits.TAPS - 1) * traits.CHANNELS)
+        past = load_past(inputs, d, in_conv, traits.CHANNELS, traits.TAPS)
+        tap_weights = load_tap_weights(taps, tap_bias, d, in_conv, traits.TAPS, traits.TAP_BIAS)
     out = tl.zeros([BLOCK], tl.float32)
     up = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
@@ -195,4 +218,9 @@ def finish_rows_kernel(sums, residual, y, M, traits: tl.constexpr):
         out *= up
     if traits.RESIDUAL:
         out += tl.load(residual + m * D + d, mask=in_d, other=0.0).to(tl.float32)
+    if traits.TAPS > 0:
+        token = out.to(y.dtype.element_ty)
+        out = tl.where(in_conv, convolve_product(token, past, tap_weights, traits), out)
+        tl.debug_barrier()  # several threads may have loaded an input, and one of them stores it elsewhere
+        push_token(past + (token,), inputs, d, in_conv, traits.CHANNELS, traits.TAPS)
     tl.store(y + m * D + d, out.to(y.dtype.element_ty), mask=in_d)

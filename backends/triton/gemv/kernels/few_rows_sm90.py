@@ -12,8 +12,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from deltazoo.backends.triton.chunk.kernels.sm90.gluon_versions import async_load, barrier
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
-from deltazoo.backends.triton.gemv.kernels.gemv import activate, locate_map
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, push_token
+from deltazoo.backends.triton.gemv.kernels.gemv import activate, convolve_product, locate_map
 
 SMEM = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of copies: 16 bytes per thread
@@ -55,7 +56,7 @@ def copy_inputs(inputs_s, x, start, M, traits: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "early"])
-def few_rows_sm90_kernel(x, residual, weights, y, M, early, traits: gl.constexpr):
+def few_rows_sm90_kernel(x, residual, weights, history, taps, tap_bias, y, M, early, traits: gl.constexpr):
     """Compute what few_rows_kernel computes, for rows of a multiple of 16 bytes.
 
     early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may have written them.
@@ -70,6 +71,8 @@ def few_rows_sm90_kernel(x, residual, weights, y, M, early, traits: gl.constexpr
     UNIT: gl.constexpr = traits.UNIT
     MAPS: gl.constexpr = traits.MAPS
     TOTAL: gl.constexpr = traits.FIRST[MAPS]
+    N0: gl.constexpr = traits.N[0]
+    TAPS: gl.constexpr = traits.TAPS
     OUTPUTS: gl.constexpr = ROWS // 2 if traits.GATED else ROWS
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
@@ -79,7 +82,8 @@ def few_rows_sm90_kernel(x, residual, weights, y, M, early, traits: gl.constexpr
     start_next()
     if early == 0:
         wait_for_previous()
-    w, number, size, first, place = locate_map(gl.program_id(0) // SPLITS, weights, traits)
+    tile = gl.program_id(0) // SPLITS
+    w, number, size, first, place = locate_map(tile, weights, traits)
     split = gl.program_id(0) % SPLITS
     start = split * traits.SPAN
     output, row = locate_rows(number, gl.arange(0, ROWS, TILE_ROWS), traits)
@@ -89,7 +93,21 @@ def few_rows_sm90_kernel(x, residual, weights, y, M, early, traits: gl.constexpr
         if block < BLOCKS:
             copy_weights(weights_s.index(block), w, at_row, in_n, start + block * BLOCK, traits)
         async_copy.commit_group()
+    if TAPS > 0 and SPLITS == 1:
+        if tile < traits.TILES[1]:
+            m = gl.minimum(gl.arange(0, COLUMNS, TILE_ROWS), M - 1)
+            for tap in gl.static_range(TAPS - 1):
+                line = history + (m * (TAPS - 1) + tap) * N0 + number * ROWS
+                prefetch_line(line)
+                prefetch_line(line + gl.minimum(ROWS - 1, N0 - 1 - number * ROWS))
     wait_for_previous()
+    if TAPS > 0 and SPLITS == 1:
+        m = gl.arange(0, COLUMNS, OUT_COLUMNS)
+        channel = (number * ROWS + gl.arange(0, ROWS, OUT_ROWS))[:, None]
+        in_conv = channel < gl.where(tile < traits.TILES[1], N0, 0)
+        history += (m * ((TAPS - 1) * N0))[None, :]
+        past = load_past(history, channel, in_conv & (m < M)[None, :], N0, TAPS)
+        tap_weights = load_tap_weights(taps, tap_bias, channel, in_conv, TAPS, traits.TAP_BIAS)
     x = gl.multiple_of(x + place, UNIT)
     for block in gl.static_range(STAGES - 1):
         if block < BLOCKS:
@@ -127,6 +145,11 @@ def few_rows_sm90_kernel(x, residual, weights, y, M, early, traits: gl.constexpr
         output = number * OUTPUTS + gl.arange(0, OUTPUTS, OUT_ROWS)
         at = m[None, :] * TOTAL + first + output[:, None]
         mask = (output < size)[:, None] & (m < M)[None, :]
+        if TAPS > 0:
+            token = out.to(y.dtype.element_ty)
+            in_both = in_conv & (m < M)[None, :]
+            out = gl.where(in_both, convolve_product(token, past, tap_weights, traits), out)
+            push_token(past + (token,), history, channel, in_both, N0, TAPS)
         if traits.RESIDUAL:
             out += gl.load(residual + at, mask=mask, other=0.0).to(gl.float32)
         gl.store(y + at, out.to(y.dtype.element_ty), mask=mask)

@@ -5,6 +5,7 @@
     y = phi(y),  or y = phi(W_gate x) * (W_up x)     with ACTIVATION, and GATED
     y = residual + W x                               with RESIDUAL
     y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
+    y = phi(conv(W x))                               of the first map with TAPS: the short convolution of a token
 
 A program computes ROWS outputs of all rows of x. It loads their weights first, which do not depend on the kernel before
 it: on sm_90 they are loaded while that kernel ends, so that memory is not idle between two products. The threads split
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, push_token, weigh_taps
 
 
 class Weights(NamedTuple):
@@ -44,6 +46,7 @@ class GemvTraits(NamedTuple):
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
         X_STRIDE: elements from row to row of x. PLACE: with SHIFT the row of mix of each map, else its first
             column of x.
+        TAPS: of the convolution of the first map; 0: none. TAP_BIAS, TAP_SILU: whether it has a bias and a SiLU.
         OVERLAP: see device/overlap.py.
     """
 
@@ -65,6 +68,9 @@ class GemvTraits(NamedTuple):
     RESIDUAL: bool
     SHIFT: bool
     PLACE: tuple[int, ...]
+    TAPS: int
+    TAP_BIAS: bool
+    TAP_SILU: bool
     OVERLAP: bool
 
 
@@ -123,12 +129,22 @@ def locate_map(tile, weights, traits: tl.constexpr):
     return tl.multiple_of(w, 16), tile - before, size, first, place
 
 
+@triton.jit
+def convolve_product(token, past, tap_weights, traits: tl.constexpr):
+    """Return channels of a token after the convolution of the first map and its SiLU, in float32."""
+    y = weigh_taps(past + (token,), tap_weights, traits.TAPS, traits.TAP_BIAS)
+    return y * tl.sigmoid(y) if traits.TAP_SILU else y
+
+
 @triton.jit(do_not_specialize=["early"])
-def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, traits: tl.constexpr):
+def gemv_kernel(
+    x, norm_weight, residual, previous, mix, weights, history, taps, tap_bias, y, early, traits: tl.constexpr
+):  # fmt: skip
     """Compute ROWS outputs of one map for all rows.
 
     Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
-    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps]. early:
+    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half; taps [N, TAPS] and tap_bias [N] of the
+    first map. Writes y [M, N of all maps]. Appends the products of the first map to history [M, TAPS - 1, N]. early:
     1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may have written them.
     """
     M: tl.constexpr = traits.M
@@ -151,6 +167,13 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
         if traits.GATED:
             loaded = loaded + (load_weights(w + N0 * D, row, step, size, traits),)
     if traits.OVERLAP:
+        if traits.TAPS > 0:  # loaded after the sums, when registers are free
+            channel = tl.minimum(number * traits.ROWS, N0 - 1)
+            prefetch_line(taps + channel * traits.TAPS)
+            if traits.TAP_BIAS:
+                prefetch_line(tap_bias + channel)
+            for past in tl.static_range(M * (traits.TAPS - 1)):
+                prefetch_line(history + past * N0 + channel)
         wait_for_previous()
     share = mix
     if traits.SHIFT:
@@ -203,4 +226,13 @@ def gemv_kernel(x, norm_weight, residual, previous, mix, weights, y, early, trai
             out *= tl.sum(ups, 0) * factor
         if traits.RESIDUAL:
             out += before
+        if traits.TAPS > 0:
+            in_conv = (row < N0) & (tl.program_id(0) < traits.TILES[1])
+            past_inputs = history + m * ((traits.TAPS - 1) * N0)
+            past = load_past(past_inputs, row, in_conv, N0, traits.TAPS)
+            tap_weights = load_tap_weights(taps, tap_bias, row, in_conv, traits.TAPS, traits.TAP_BIAS)
+            token = out.to(y.dtype.element_ty)
+            out = tl.where(in_conv, convolve_product(token, past, tap_weights, traits), out)
+            tl.debug_barrier()  # several threads may have loaded an input, and one of them stores it elsewhere
+            push_token(past + (token,), past_inputs, row, in_conv, N0, traits.TAPS)
         tl.store(y + at, out.to(y.dtype.element_ty), mask=row < size)
