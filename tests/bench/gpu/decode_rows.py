@@ -1,11 +1,12 @@
-"""Check the decode step of every mixer against its bound: python decode_rows.py [--compile] [MIXER...]
+"""Check the decode step of every mixer against its bound: python decode_rows.py [--compile | --kernels] [MIXER...]
 
 Layers of width 2048 with default fields, bf16, 64 rows after 512 tokens, compiled and captured. The bound of a row is
 1.5 times the floor plus 10 us. The floor reads weights and caches, and reads and writes the other states, at the speed
 of a copy on the same device. The exit code is 1 if a row misses its bound or fails.
 
 Several processes capture a step each; then the steps are timed, one alone on the device. --compile only fills the
-caches of Triton and Inductor, and prints the seconds of each first call. Needs a CUDA device.
+caches of Triton and Inductor, and prints the seconds of each first call. --kernels also prints the kernels of each
+step. Needs a CUDA device.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from step_profile import kernel_lines
 
 from deltazoo.backends.torch_ext.cuda_graph import Call
 
@@ -26,7 +28,7 @@ PROCESSES, STEPS, COPIED = 10, 6, 2**30  # the caches have room for 64 steps
 def main() -> int:
     from deltazoo.backends.update import registry
 
-    names = [name for name in sys.argv[1:] if name != "--compile"] or registry.names(registry.MIXERS)
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or registry.names(registry.MIXERS)
     only_compile, context = "--compile" in sys.argv, multiprocessing.get_context("spawn")
     count, missed = min(PROCESSES, len(names)), 0
     speed = 1.0 if only_compile else copy_speed()
@@ -50,12 +52,13 @@ def main() -> int:
             pipe.send("time")
             result = receive(pipe) if captured else None
             if result is not None:
-                _, us, nbytes = result
+                _, us, nbytes, kernels = result
                 floor = nbytes / speed
                 bound = 1.5 * floor + 10
                 missed += us > bound
                 verdict = "passes" if us <= bound else "MISSES"
-                print(f"{name}  {us:.1f}  {floor:.1f}  {bound:.1f}  {us / floor:.2f}  {verdict}", flush=True)
+                row = f"{name}  {us:.1f}  {floor:.1f}  {bound:.1f}  {us / floor:.2f}  {verdict}"
+                print(row, *kernels, sep="\n", flush=True)
         for pipe, *_ in ready:
             with contextlib.suppress(OSError):  # the process has died
                 pipe.send("go on")
@@ -88,7 +91,8 @@ def work(names: list[str], pipe: Connection, only_compile: bool) -> None:
         if not only_compile:
             pipe.recv()
             if layer is not None and step is not None:
-                pipe.send((microseconds(step), layer.decoded_bytes()))
+                kernels = kernel_lines(step)[0] if "--kernels" in sys.argv else []
+                pipe.send((microseconds(step), layer.decoded_bytes(), kernels))
             pipe.recv()
         del layer, step
         gc.collect()

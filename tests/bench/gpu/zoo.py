@@ -1,93 +1,137 @@
-"""Time every mixer's layer beside FLA's: python zoo.py [OUT] [MIXER...]
+"""Time every mixer's layer beside FLA's: python zoo.py [--seconds=LIMIT] [MIXER...]
 
-Width 2048, 4 x 4096 tokens, bf16, forward and backward; then decoding of 64 rows after 512 tokens. All layers are
-first compiled, each in a process of its own with empty caches, which gives the time of the first call; the timed run
-shares these caches. The layers are spread over all visible GPUs. Needs a CUDA device.
+Width 2048, 4 x 4096 tokens, bf16, forward, and forward and backward; ms and peak MiB. Each layer has a process, several
+per GPU, which compiles at the same time as the others; then the layers are timed, one alone on each GPU. With LIMIT a
+layer that has not compiled after so many seconds is left out. The first call is that of training, with compilation,
+while the other processes compile. Uses all visible GPUs.
+
+FLA's kernels choose among many configurations when they first run: further processes compile them beforehand, each a
+part of the configurations.
 """
 
-import json
+import contextlib
+import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, Any
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 
-TRAINING = ("--shape", "B=4 T=4096", "--directions", "forward,backward")
-DECODING = ("--shape", "B=64 T=512", "--directions", "decode")
-COMMON = ("--width", "2048", "--dtype", "bfloat16", "--device", "cuda")
-PEER = ("--peer", "fla")
-PER_GPU = 6  # processes that compile on one GPU at a time: each takes up to 10 GB of its memory
+from deltazoo.backends.io.progress import silent
+from deltazoo.backends.measure.timing import peak_bytes, time_alone, time_once
+
+PER_GPU = 10  # layers that compile on one GPU at a time: each takes up to 10 GB of its memory
+WARMING = 4  # processes that compile configurations of a layer of FLA
 
 
 def main() -> None:
     from deltazoo.backends.update import registry
 
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "zoo")
-    names = sys.argv[2:] or registry.names(registry.MIXERS)
-    with tempfile.TemporaryDirectory() as caches:
-        compile_layers(names, out, Path(caches))
-        time_layers(names, out, Path(caches))
-    print(torch.cuda.get_device_name())
-
-
-def compile_layers(names: list[str], out: Path, caches: Path) -> None:
-    """Compile all layers and write the seconds of their first calls to OUT/first_calls.json."""
-    seconds: dict[str, dict[str, float | list[str] | None]] = {}
-
-    def compile_one(name: str, gpu: str) -> None:
-        with tempfile.TemporaryDirectory() as own:
-            seconds[name] = first_calls(name, environment(gpu, Path(own)))
-            print(name, "first calls, s:", seconds[name], flush=True)
-            shutil.copytree(own, caches, dirs_exist_ok=True)
-        for options in (TRAINING, DECODING):  # only compiles FLA's kernels
-            bench(["--layer", name, *PEER, *options, "--seconds", "0.1"], environment(gpu, caches))
-
-    out.mkdir(parents=True, exist_ok=True)
-    spread(compile_one, names, gpus() * PER_GPU)
-    (out / "first_calls.json").write_text(json.dumps(seconds, indent=1))
-
-
-def first_calls(name: str, variables: dict[str, str]) -> dict[str, float | list[str] | None]:
-    """Return the seconds of a layer's first call by direction, or why it failed."""
-    seconds: dict[str, float | list[str] | None] = {}
-    for options in (TRAINING, DECODING):
-        text = bench(["--layer", name, *options, "--rounds", "3", "--seconds", "0.1", "--json"], variables)
-        rows = json.loads(text)["rows"] if text else []
-        seconds |= {row["direction"]: row["first_call_s"] or row["refused"] for row in rows}
-    return seconds
-
-
-def time_layers(names: list[str], out: Path, caches: Path) -> None:
-    """Time all layers beside FLA's, one process per GPU, into OUT/training_GPU.md and OUT/decoding_GPU.md."""
+    limit = next((float(word.partition("=")[2]) for word in sys.argv[1:] if word.startswith("--seconds=")), 600.0)
+    names = [word for word in sys.argv[1:] if not word.startswith("--")] or registry.names(registry.MIXERS)
     devices = gpus()
-
-    def time_part(part: int, gpu: str) -> None:
-        layers = [argument for name in names[part :: len(devices)] for argument in ("--layer", name)]
-        for label, options in (("training", TRAINING), ("decoding", DECODING)):
-            table = ["--markdown", str(out / f"{label}_{part}.md"), "--seconds", "1"]
-            with open(out / f"{label}_{part}.txt", "w") as rows:  # as they are measured
-                bench([*layers, *PEER, *options, *table], environment(gpu, caches), rows)
-
-    spread(time_part, range(len(devices)), devices)
-
-
-def bench(options: list[str], variables: dict[str, str], output: IO[str] | int = subprocess.PIPE) -> str:
-    """Run `deltazoo bench` and return what it prints, or write it to a file."""
-    command = [sys.executable, "-m", "deltazoo", "bench", *options, *COMMON]
-    return subprocess.run(command, env=variables, stdout=output, stderr=subprocess.DEVNULL, text=True).stdout
+    print(torch.cuda.get_device_name(), "layer, library, forward ms, both ms, peak MiB, first call s", flush=True)
+    for first in range(0, len(names), PER_GPU * len(devices)):
+        group = names[first : first + PER_GPU * len(devices)]
+        started = {name: start(name, devices[i % len(devices)], limit) for i, name in enumerate(group)}
+        pipes = {name: pipe for name, (pipe, _) in started.items()}
+        ready = wait_for(pipes, time.monotonic() + limit)
+        for name, (_, process) in started.items():
+            if name not in ready:
+                process.kill()  # it would use the GPU while the others are timed
+        with ThreadPoolExecutor(len(devices)) as pool:  # one layer at a time on each GPU
+            for i in range(len(devices)):
+                pool.submit(time_layers, [name for name in group[i :: len(devices)] if name in ready], pipes)
 
 
-def environment(gpu: str, caches: Path) -> dict[str, str]:
-    """Return the environment of a process that sees one GPU and keeps its compiled code in a folder."""
-    folders = {"TRITON_CACHE_DIR": f"{caches}/t", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/i"}
-    return os.environ | folders | {"CUDA_VISIBLE_DEVICES": gpu}
+def start(name: str, gpu: str, limit: float) -> tuple[Connection, Any]:
+    """Start the process of a layer, and return the pipe to it and the process."""
+    pipe, far_end = multiprocessing.get_context("spawn").Pipe()
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(name, limit, far_end), daemon=True)
+    process.start()
+    far_end.close()  # so that the pipe ends if the process dies
+    return pipe, process
+
+
+def wait_for(pipes: dict[str, Connection], until: float) -> set[str]:
+    """Return the layers that have compiled, and print the others."""
+    ready: set[str] = set()
+    missing = dict(pipes)
+    while missing and (left := until - time.monotonic()) > 0:
+        for pipe in wait(list(missing.values()), left):
+            name = next(name for name in missing if missing[name] is pipe)
+            del missing[name]
+            with contextlib.suppress(EOFError):
+                pipe.recv()
+                ready.add(name)
+    for name in sorted(set(pipes) - ready):
+        print(name, "has not compiled", flush=True)
+    return ready
+
+
+def time_layers(names: list[str], pipes: dict[str, Connection]) -> None:
+    """Let the processes time their layers one after the other."""
+    for name in names:
+        with contextlib.suppress(EOFError, OSError):  # the process has died
+            pipes[name].send("time")
+            pipes[name].recv()
+
+
+def work(name: str, limit: float, pipe: Connection) -> None:
+    """Compile the layers of one mixer, and time them when the pipe says so."""
+    from deltazoo.blocks.inspect.layer_calls import FlaLayer, LayerInput, OurLayer
+    from deltazoo.mixers.core.config import parse
+
+    size = LayerInput(4, 4096, 2048, torch.device("cuda"), torch.bfloat16, 0)
+    command = ["timeout", str(limit), sys.executable, __file__, "--warm", name]
+    warming = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(WARMING)]
+    rows: dict[str, dict[str, Any]] = {}
+    for library, layer_class in {"deltazoo": OurLayer, "fla": FlaLayer}.items():
+        if library == "fla":
+            for process in warming:
+                process.wait()
+        try:
+            layer = layer_class(parse({"mixer": name}), size)
+            calls: dict[str, Any] = {}
+            first = time_once(lambda: calls.update(both=layer.begin("backward")), size.device)  # noqa: B023
+            rows[library] = {"forward": layer.begin("forward"), **calls, "first": first}
+        except Exception as failure:  # the other layer is still measured
+            print(name, library, f"{type(failure).__name__}: {str(failure)[:160]}", flush=True)
+    pipe.send("ready")
+    pipe.recv()
+    for library, row in rows.items():
+        times = [time_alone(name, row[key], size.device, 20, 0.7, silent)["median_ms"] for key in ("forward", "both")]
+        peak = (peak_bytes(row["both"], size.device) or 0) / 2**20
+        print(f"{name}  {library}  {times[0]:.3f}  {times[1]:.3f}  {peak:.0f}  {row['first']:.1f}", flush=True)
+    pipe.send("timed")
+
+
+def warm(name: str, part: int) -> None:
+    """Compile every WARMING-th configuration of the kernels of FLA's layer, without timing them."""
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    from deltazoo.blocks.inspect.layer_calls import FlaLayer, LayerInput
+    from deltazoo.mixers.core.config import parse
+
+    original = Autotuner.__init__
+
+    def with_part(self: Any, fn: Any, arg_names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
+        own = (configs[part::WARMING] or configs[:1]) if configs else configs
+        original(self, fn, arg_names, own, *arguments, **options)
+
+    def run_once(fn: Any, **_: Any) -> list[float]:
+        fn()
+        return [1.0, 1.0, 1.0]
+
+    Autotuner.__init__, triton.testing.do_bench = with_part, run_once
+    layer = FlaLayer(parse({"mixer": name}), LayerInput(4, 4096, 2048, torch.device("cuda"), torch.bfloat16, 0))
+    layer.begin("backward")
 
 
 def gpus() -> list[str]:
@@ -96,25 +140,5 @@ def gpus() -> list[str]:
     return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def spread(function: Callable[[Any, str], None], items: Iterable[Any], places: list[str]) -> None:
-    """Call function(item, GPU) for every item, one call per entry of `places` at a time."""
-    free: SimpleQueue[str] = SimpleQueue()
-    for place in places:
-        free.put(place)
-
-    def call(item: Any) -> None:
-        gpu = free.get()
-        try:
-            function(item, gpu)
-        finally:
-            free.put(gpu)
-
-    pool = ThreadPoolExecutor(len(places))
-    try:
-        list(pool.map(call, items))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 if __name__ == "__main__":
-    main()
+    warm(sys.argv[2], int(sys.argv[3])) if "--warm" in sys.argv else main()
