@@ -1,6 +1,6 @@
 """Products of the few rows of a decode step, on a GPU: weights are read once, with the operations around the product.
 
-    products        y_i = W_i x                 or W_i norm(x), of several maps by one kernel
+    products        y_i = W_i x, or W_i x_i     or W_i norm(x), of several maps by one kernel
     add_product     y = residual + W x          or residual + W norm(x)
     hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
 
@@ -76,8 +76,19 @@ def products(
     return results
 
 
+def products_of_each(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Compute W_i x_i for x [..., P, D], x_i = x[..., i, :], and P weights [N, D]. Args: x_i: without `refusals`."""
+    D = x.shape[-1]
+    results: list[Tensor] = []
+    for first in range(0, len(weights), MAX_MAPS):
+        group = list(weights[first : first + MAX_MAPS])
+        y = _call(x.flatten(-2), group, None, places=[D * (first + i) for i in range(len(group))])
+        results += y.split([weight.shape[0] for weight in group], -1)
+    return results
+
+
 class Shift(NamedTuple):
-    """A token shift of the normed input n: map i reads n + (previous - n) mix[rows[i]].
+    """A token shift of the input n, which may be normed: map i reads n + (previous - n) mix[rows[i]].
 
     Args: previous: [..., D], as n; mix: [.., D]; rows: for each map.
     """
@@ -87,8 +98,8 @@ class Shift(NamedTuple):
     rows: tuple[int, ...]
 
 
-def shifted_products(x: Tensor, weights: Sequence[Tensor], norm: Norm, shift: Shift) -> list[Tensor]:
-    """Compute W_i (n + (previous - n) mix_i) with n = norm(x), for each weight W_i [N, D]."""
+def shifted_products(x: Tensor, weights: Sequence[Tensor], norm: Norm | None, shift: Shift) -> list[Tensor]:
+    """Compute W_i (n + (previous - n) mix_i) with n = x or norm(x), for each weight W_i [N, D]."""
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])

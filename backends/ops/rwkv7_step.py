@@ -39,12 +39,18 @@ class RWKV7State(NamedTuple):
 
 
 def rwkv7_token_(
-    x: Tensor, norm: Norm, mix: Tensor, maps: RWKV7Maps, weights: RWKV7Weights, state: RWKV7State, first: Tensor | None
+    x: Tensor,
+    norm: Norm | None,
+    mix: Tensor,
+    maps: RWKV7Maps,
+    weights: RWKV7Weights,
+    state: RWKV7State,
+    first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Decode one token per row.
 
     Args:
-        x: [B, 1, D], without `gemv.refusals`; norm: applied to x. mix: shares of r, w, k, v, a and g, [6, D].
+        x: [B, 1, D], without `gemv.refusals`; norm: applied to x, if any. mix: shares of r, w, k, v, a and g, [6, D].
         first: values of the first layer [B, 1, H V]; None: the values are not interpolated.
     Returns: o and v before the interpolation, [B, 1, H V] each.
     """
@@ -59,11 +65,12 @@ def rwkv7_token_(
         low_value, first_value = products[6], first[:, 0]
     else:
         low_value, first_value, weights = None, None, weights._replace(value=None, value_bias=None)
+    input_weight, input_eps = (None, 0.0) if norm is None else norm
     o = rwkv7_step(
         RWKV7Call(
-            x=x[:, 0], input_weight=norm.weight, previous=state.previous[:, 0], r=r, k=k, v=v, first=first_value,
+            x=x[:, 0], input_weight=input_weight, previous=state.previous[:, 0], r=r, k=k, v=v, first=first_value,
             low_decay=low_decay, low_rate=low_rate, low_gate=low_gate, low_value=low_value, weights=weights,
-            states=state.update, input_eps=norm.eps,
+            states=state.update, input_eps=input_eps,
         )
     )  # fmt: skip
     return o[:, None], v[:, None]

@@ -3,9 +3,10 @@
 B batch, D width
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.ops import gemv
@@ -67,6 +68,13 @@ def apply_to_input(x_BTD: Tensor, maps: Mapping[str, nn.Module], state: Any) -> 
     if is_step(x_BTD, state):
         return apply_maps(x_BTD, maps)
     return {name: module(x_BTD) for name, module in maps.items()}
+
+
+def apply_to_each(maps: Sequence[nn.Module], inputs: Sequence[Tensor], state: Any) -> Sequence[Tensor]:
+    """Apply each map to an input of its own [B, T, D], in a decode step by one product. Args: state: of the mixer."""
+    if is_step(inputs[0], state) and all(reads_weight(linear, inputs[0]) for linear in maps):
+        return gemv.products_of_each(torch.stack(list(inputs), -2), [linear.weight for linear in maps])  # type: ignore[misc]
+    return [linear(x) for linear, x in zip(maps, inputs, strict=True)]
 
 
 def is_step(x_BTD: Tensor, state: Any) -> bool:

@@ -50,7 +50,7 @@ from deltazoo.mixers.core.sequences import (
     left_align,
     undo_left_align,
 )
-from deltazoo.mixers.core.side import side_outputs
+from deltazoo.mixers.core.side import Side, side_outputs
 from deltazoo.mixers.core.update import Update
 
 
@@ -115,6 +115,10 @@ class DeltaMixer(Mixer):
                 return MixerOutput(self._project_out(fused[0], x_BTD, order), fused[1])
         elif state is not None:
             self._check_state(state, x_BTD, context)
+            decoded = self._decode_token_(x_BTD, None, state, context) if is_step(x_BTD, state) else None
+            if decoded is not None:
+                o_BTHV = torch.unflatten(decoded[0], 2, (self.update.shape.value_heads, -1))
+                return MixerOutput(self._project_out(o_BTHV, x_BTD, order), state, decoded[1])
             stepped = self._fused_step_(x_BTD, state, context, None)
             if stepped is not None:
                 o, remaining = stepped
@@ -200,8 +204,9 @@ class DeltaMixer(Mixer):
             if fused is None:
                 return None
             return MixerOutput(add_product(x_B1D, fused[0].flatten(2), self.out.weight), fused[1])
-        if isinstance(self.project, TokenProjection):
-            return self._decode_token_(self.project, x_B1D, norm, state, context)
+        decoded = self._decode_token_(x_B1D, norm, state, context)
+        if decoded is not None:
+            return MixerOutput(add_product(x_B1D, decoded[0], self.out.weight), state, decoded[1])
         stepped = self._fused_step_(x_B1D, state, context, norm)
         if stepped is None:
             return None
@@ -215,9 +220,13 @@ class DeltaMixer(Mixer):
         return MixerOutput(add_product(x_B1D, o.flatten(2), self.out.weight, output_norm), state)
 
     def _decode_token_(
-        self, project: TokenProjection, x_B1D: Tensor, norm: Norm, state: Mapping[str, Tensor], context: Context
-    ) -> MixerOutput | None:
-        if context.mask is not None or context.cu_seqlens is not None or not is_plain(self.update) or self.operands:
+        self, x_B1D: Tensor, norm: Norm | None, state: Mapping[str, Tensor], context: Context
+    ) -> tuple[Tensor, Side | None] | None:
+        """Decode by the kernels of a `TokenProjection`. Return o [B, 1, HV V] and the side outputs, or None."""
+        project = self.project
+        if not isinstance(project, TokenProjection) or self.operands or not is_plain(self.update):
+            return None
+        if context.mask is not None or context.cu_seqlens is not None:
             return None
         if not self.update.bound.has_decode_kernels(self.update.meta(device_type(x_B1D), x_B1D.dtype)):
             return None
@@ -226,8 +235,7 @@ class DeltaMixer(Mixer):
         if decoded is None:
             return None
         o_B1C, intermediates = decoded
-        side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
-        return MixerOutput(add_product(x_B1D, o_B1C, self.out.weight), state, side)
+        return o_B1C, side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)

@@ -205,13 +205,14 @@ class TokenProjection(ABC):
 
     @abstractmethod
     def decode_token_(
-        self, x_B1D: Tensor, norm: Norm, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
+        self, x_B1D: Tensor, norm: Norm | None, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
         context: Context,
     ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
         """Decode one token per row; the states change in place.
 
         Args:
-            norm: of x, not yet applied. states: of the projection and of the update, [B, HV, K, V].
+            norm: of x, not yet applied; None: there is none.
+            states: of the projection and of the update, [B, HV, K, V].
             outputs: the mixer's output parts.
         Returns: o [B, 1, HV V] and the intermediates; None if the kernels do not compute this call.
         """

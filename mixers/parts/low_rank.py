@@ -66,7 +66,10 @@ class LowRank(nn.Module):
             self.bias.copy_(self.initial_bias())
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.down(x)
+        return self.rest(self.down(x))
+
+    def rest(self, inner: Tensor) -> Tensor:
+        """Return the result from x A."""
         if self.activation == "tanh":
             inner = inner.tanh()
         elif self.activation == "sigmoid":

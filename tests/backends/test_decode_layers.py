@@ -13,6 +13,7 @@ from deltazoo.backends.triton.decode import rwkv7_op
 from deltazoo.blocks import Dense, StackSpec
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers import GLA, KDA, RWKV7, Attention, GatedDeltaNet, Mamba2, MixerConfig, SlidingWindow
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
 
 B, T = 1, 2
 MIXERS: dict[str, MixerConfig] = {
@@ -98,6 +99,24 @@ def test_values_of_later_rwkv7_layers_are_interpolated(joint_rows, monkeypatch):
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
     assert kernels.count("rwkv7_step_kernel") == 2 * T
     assert kernels.count("rwkv7_low_rank_kernel") == (0 if joint_rows else 2 * T)
+
+
+@needs_triton
+@torch.no_grad()
+def test_an_rwkv7_mixer_without_a_norm_before_it_decodes_by_the_same_kernels(monkeypatch):
+    mixer = build(MIXERS["token shift"]).stack.layers[0].mixers[0]
+    assert isinstance(mixer, DeltaMixer)
+    x = torch.randn(T, B, 1, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for reasons in (["it is off."], []):
+        monkeypatch.setattr(gemv, "kernel_refusals", lambda *_, reasons=reasons: reasons)
+        state = mixer.init_state(B)
+        with watch() as record:
+            outputs = [mixer(x_t, state).y for x_t in x]
+        results.append((torch.cat(outputs), *state.values()))
+    assert [run.name for run in record.runs].count("rwkv7_step_kernel") == T
+    for packed, separate in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
 
 
 @needs_triton

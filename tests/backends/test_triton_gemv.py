@@ -21,6 +21,7 @@ from deltazoo.backends.ops.gemv import (
     add_product,
     hidden,
     products,
+    products_of_each,
     refusals,
     shifted_products,
 )
@@ -89,15 +90,25 @@ def test_the_hidden_channels_of_more_rows():
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed_input", [True, False])
 @pytest.mark.parametrize("M", [1, 2, 5])
-def test_products_of_shifted_inputs(M, dtype):
+def test_products_of_shifted_inputs(M, normed_input, dtype):
     D, rows = 40, (0, 2, 2, 1, 0)
     x, before, mix = draw(M, 1, D, dtype=dtype), draw(M, 1, D, dtype=dtype, seed=1), draw(3, D, dtype=dtype, seed=2)
     weights = [draw(n, D, dtype=dtype, seed=n) for n in (9, 3, 70, 2, 5)]
-    norm = Norm(draw(D, seed=3), 0.1)
-    n = normed(x, norm)
+    norm = Norm(draw(D, seed=3), 0.1) if normed_input else None
+    n = x.double() if norm is None else normed(x, norm)
     for y, weight, row in zip(shifted_products(x, weights, norm, Shift(before, mix, rows)), weights, rows, strict=True):
         assert_near(y, (n + (before.double() - n) * mix[row].double()) @ weight.double().T)
+
+
+@needs_triton
+@pytest.mark.parametrize(("M", "dtype"), [(2, torch.float32), (5, torch.float16)])
+def test_products_of_inputs_of_their_own(M, dtype):
+    sizes = (9, 3, 70, 2, 5, 8, 8, 8, 16)
+    x, weights = draw(M, 1, len(sizes), 40, dtype=dtype), [draw(n, 40, dtype=dtype, seed=n) for n in sizes]
+    for i, (y, weight) in enumerate(zip(products_of_each(x, weights), weights, strict=True)):
+        assert_near(y, x[:, :, i].double() @ weight.double().T)
 
 
 @needs_triton

@@ -43,11 +43,12 @@ class RWKV7Weights(NamedTuple):
 class RWKV7Call(NamedTuple):
     """The operator's arguments: tensors as of `rwkv7_step_kernel`, whose names they have, and eps of the input's norm.
 
+    input_weight: None: the input has no norm.
     r, k, v and low_* are columns of one tensor, and first of another: their rows may be apart.
     """
 
     x: Tensor
-    input_weight: Tensor
+    input_weight: Tensor | None
     previous: Tensor
     r: Tensor
     k: Tensor
@@ -113,7 +114,7 @@ def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> No
         D=D, H=H, K=K, V=V, BK=BK, BV=BV, BD=power_of_two(cdiv(D, H)), WHOLE=power_of_two(D),
         **{name.upper(): 0 if weight is None else weight.shape[1] for name, weight in ranks.items()},
         STRIDE=call.r.stride(0), FIRST_STRIDE=0 if call.first is None else call.first.stride(0), CHANNELS=_CHANNELS,
-        EPS=call.weights.eps, NORM_EPS=call.input_eps, OVERLAP=overlap,
+        EPS=call.weights.eps, NORM=call.input_weight is not None, NORM_EPS=call.input_eps, OVERLAP=overlap,
         JOINT=B <= _JOINT_ROWS and head_bytes <= _JOINT_BYTES,
     )  # fmt: skip
     early = loads_early(*ranks.values())

@@ -90,7 +90,7 @@ class Around(NamedTuple):
 
     Args:
         norm_weight, eps: of the norm. activation: phi. gated: whether there is a gate.
-        previous, mix: of a token shift, which needs a norm: the normed inputs before [M, D] and shares [.., D].
+        previous, mix: of a token shift: the inputs before [M, D], normed if x is, and shares [.., D].
         places: for each map the row of its shares, or without a token shift the first of the columns of x that it
             reads; empty: 0.
         convolution: of the first map; None: none. Without activation, gate and residual.
@@ -211,9 +211,12 @@ def _launch_dots(
     x, y, D, overlap = tensors["x"], tensors["y"], shared["D"], shared["OVERLAP"]
     M = x.shape[0]
     places = (*around.places,) or (0,) * shared["MAPS"]
-    if around.norm_weight is not None:
+    if around.norm_weight is not None or around.mix is not None:
         inputs = 0 if around.mix is None else around.mix.shape[0]
-        traits = RowsTraits(D, power_of_two(D), overlap, STRIDE=x.stride(0), EPS=around.eps, INPUTS=inputs)
+        traits = RowsTraits(
+            D, power_of_two(D), overlap, STRIDE=x.stride(0), NORM=around.norm_weight is not None, EPS=around.eps,
+            INPUTS=inputs,
+        )  # fmt: skip
         tensors["normed"] = x.new_empty(M, max(1, inputs) * D)
         warps = max(4, min(16, traits.BLOCK // 1024))
         run = launcher(normalize_rows_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.decode_maps import apply_to_each
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -53,9 +54,10 @@ class RWKV4Projection(nn.Module, Stateful):
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> OperandResult:
         previous, new_state = self.shift(x, state, context)
         x_k, x_v, x_r = (previous + (x - previous) * mix.to(x.dtype) for mix in self.mix)
-        v = self.to_v(x_v)[..., None]
+        k, v, r = apply_to_each((self.to_k, self.to_v, self.to_r), (x_k, x_v, x_r), state)
+        v = v[..., None]
         one = torch.ones_like(v)
-        return UpdateInputs(one, one, v), new_state, {"key": self.to_k(x_k), "gate": self.to_r(x_r)}
+        return UpdateInputs(one, one, v), new_state, {"key": k, "gate": r}
 
 
 class WKVGate(OperandPart, Stateful):

@@ -11,7 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.mixers.core.decode_maps import apply_to_each
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandResult, Stateful
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -73,10 +75,14 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
         inner = torch.unflatten(self.mix_down(x + delta * self.mix_x.to(x.dtype)).tanh(), -1, (5, -1))
         low_rank = torch.einsum("btir,ird->ibtd", inner, self.mix_up.to(inner.dtype))
         x_w, x_k, x_v, x_r, x_g = (x + delta * (m.to(x.dtype) + d) for m, d in zip(self.mix, low_rank, strict=True))
-        log_decay = rearrange(-self.decay(x_w).exp(), "b t (h k) -> b t h k", h=self.shape.heads)
-        q, k = (rearrange(y, "b t (h k) -> b t h k", h=self.shape.heads) for y in (self.to_r(x_r), self.to_k(x_k)))
-        v = rearrange(self.to_v(x_v), "b t (h v) -> b t h v", h=self.shape.value_heads)
-        return UpdateInputs(q, k, v, log_decay=log_decay), new_state, {"gate": self.to_g(x_g)}
+        decay = self.decay.down if type(self.decay) is LowRank and is_plain(self.decay) else self.decay
+        maps = (decay, self.to_r, self.to_k, self.to_v, self.to_g)
+        w, r, k, v, g = apply_to_each(maps, (x_w, x_r, x_k, x_v, x_g), state)
+        w = w if decay is self.decay else self.decay.rest(w)
+        log_decay = rearrange(-w.exp(), "b t (h k) -> b t h k", h=self.shape.heads)
+        q, k = (rearrange(y, "b t (h k) -> b t h k", h=self.shape.heads) for y in (r, k))
+        v = rearrange(v, "b t (h v) -> b t h v", h=self.shape.value_heads)
+        return UpdateInputs(q, k, v, log_decay=log_decay), new_state, {"gate": g}
 
 
 def initial_bonus(shape: HeadShape, place: Place) -> Callable[[], Tensor]:

@@ -106,7 +106,7 @@ class RWKV7Projection(nn.Module, Stateful, TokenProjection):
         return inputs, new_state, intermediates
 
     def decode_token_(
-        self, x_B1D: Tensor, norm: Norm, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
+        self, x_B1D: Tensor, norm: Norm | None, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
         context: Context,
     ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
         parts = tuple(outputs.values())

@@ -5,7 +5,7 @@
     S <- Diag(w) S - (kappa * eta) (kappa^T S) + k v^T
     o = (weight * norm(S^T r) + bias + (r^T (u * k)) v) * g                  layer norm over V
 
-The token shift's state becomes norm_weight * x / sqrt(mean(x^2) + norm_eps), the normed input of the mixer.
+The token shift's state becomes the input of the mixer: x, or with NORM input_weight * x / sqrt(mean(x^2) + NORM_EPS).
 
 B rows, D width, H heads, K key width, V value width
 """
@@ -26,7 +26,7 @@ class RWKV7Traits(NamedTuple):
         WHOLE: D rounded up to a power of two. DECAY, RATE, GATE, VALUE: ranks of the maps; VALUE 0: no interpolation.
         STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. FIRST_STRIDE: of first.
         CHANNELS: outputs of a program of rwkv7_low_rank_kernel.
-        EPS: of the output norm. NORM_EPS: of the input's.
+        EPS: of the output norm. NORM, NORM_EPS: whether the input has a norm, and its epsilon.
         JOINT: rwkv7_step_kernel applies the low-rank maps itself.
     """
 
@@ -46,6 +46,7 @@ class RWKV7Traits(NamedTuple):
     FIRST_STRIDE: int
     CHANNELS: int
     EPS: float
+    NORM: bool
     NORM_EPS: float
     JOINT: bool
     OVERLAP: bool
@@ -158,7 +159,7 @@ def rwkv7_step_kernel(
 ):  # fmt: skip
     """Decode one token of one head.
 
-    Grid: row, head. Reads x [B, D], input_weight [D]; r, k [B, H K] and v, first [B, H V] with row strides;
+    Grid: row, head. Reads x [B, D], with NORM input_weight [D]; r, k [B, H K] and v, first [B, H V] with row strides;
     y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], the products of low rank; decay_bias, rate_bias, xi, alpha,
     u [H K]; value_bias, norm_weight, norm_bias [H V]. Updates states [B, H, K, V] float32 and previous [B, D] in
     place. Writes o [B, H V].
@@ -217,9 +218,10 @@ def rwkv7_step_kernel(
             y_v = load_channels(y_value + b * (H * V), column, in_v)
         bias_v = load_channels(value_bias, column, in_v)
         v_first = load_channels(first + b * traits.FIRST_STRIDE, column, in_v)
-    d = tl.arange(0, traits.WHOLE)
-    every = load_channels(x + b * D, d, d < D)
-    factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
+    if traits.NORM:
+        d = tl.arange(0, traits.WHOLE)
+        every = load_channels(x + b * D, d, d < D)
+        factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
     if traits.JOINT:
         y_d = rank_product(w_decay, 2.0 * tl.sigmoid(2.0 * y_d) - 1.0)
         y_r = rank_product(w_rate, y_r)
@@ -248,5 +250,7 @@ def rwkv7_step_kernel(
     SPAN: tl.constexpr = (D + H - 1) // H
     own = h * SPAN + tl.arange(0, traits.BD)
     mask = (own < D) & (tl.arange(0, traits.BD) < SPAN)
-    normed = load_channels(x + b * D, own, mask) * factor * load_channels(input_weight, own, mask)
+    normed = load_channels(x + b * D, own, mask)
+    if traits.NORM:
+        normed = normed * factor * load_channels(input_weight, own, mask)
     tl.store(previous + b * D + own, normed.to(previous.dtype.element_ty), mask=mask)

@@ -133,8 +133,8 @@ class RowsTraits(NamedTuple):
 
     Args:
         D: width of x or y. BLOCK: columns of a program, a power of two; of `normalize_rows_kernel` at least D.
-        STRIDE: elements from row to row of x. EPS: of the norm. INPUTS: rows of mix, the shares of the token shifts; 0:
-            no shift.
+        STRIDE: elements from row to row of x. NORM, EPS: whether there is a norm, and its epsilon. INPUTS: rows of mix,
+            the shares of the token shifts; 0: no shift.
         SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL, TAPS, TAP_BIAS, TAP_SILU: as of the product. CHANNELS:
             of the convolution.
     """
@@ -143,6 +143,7 @@ class RowsTraits(NamedTuple):
     BLOCK: int
     OVERLAP: bool
     STRIDE: int = 0
+    NORM: bool = False
     EPS: float = 0.0
     INPUTS: int = 0
     SPLITS: int = 0
@@ -157,7 +158,7 @@ class RowsTraits(NamedTuple):
 
 @triton.jit
 def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.constexpr):
-    """Normalize a row of x, and with INPUTS shift it.
+    """Normalize a row of x with NORM, and with INPUTS shift it.
 
     Grid: rows, INPUTS or 1. Reads x, previous [M, D], norm_weight [D], mix [INPUTS, D]. Writes normed [M, D] or
     [M, INPUTS, D].
@@ -172,11 +173,13 @@ def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.cons
     d = tl.arange(0, traits.BLOCK)
     in_d = d < D
     row = tl.load(x + m * traits.STRIDE + d, mask=in_d, other=0.0).to(tl.float32)
-    scale = tl.load(norm_weight + d, mask=in_d, other=0.0).to(tl.float32)
+    if traits.NORM:
+        scale = tl.load(norm_weight + d, mask=in_d, other=0.0).to(tl.float32)
     if traits.INPUTS > 0:
         share = tl.load(mix + input * D + d, mask=in_d, other=0.0).to(tl.float32)
         before = tl.load(previous + m * D + d, mask=in_d, other=0.0).to(tl.float32)
-    row *= tl.rsqrt(tl.sum(row * row, 0) / D + traits.EPS) * scale
+    if traits.NORM:
+        row *= tl.rsqrt(tl.sum(row * row, 0) / D + traits.EPS) * scale
     if traits.INPUTS > 0:
         row += (before - row) * share
     tl.store(normed + (m * INPUTS + input) * D + d, row.to(normed.dtype.element_ty), mask=in_d)
