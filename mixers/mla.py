@@ -3,6 +3,7 @@
 B batch, T time, S slots, D width, H heads, K key width, V value width, C latent width, R rotary width
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 from deltazoo.backends.context_parallel.exchange import gather_line
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.ops.latent_attention import latent_attention, refusals
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype
+from deltazoo.backends.update.watch import runs_by_kernel
+from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.filter import FilterConfig
@@ -142,7 +146,9 @@ class MLAMixer(TokenCacheMixer):
         return {"latent": like.new_zeros(batch, slots, 1, self.C + self.R)}
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        q, c, r = self._operands(x, positions(x, None if state is None else state["seen"], context))
+        maps = {"q": self.to_q, "latent": self.to_latent} | ({} if self.to_gate is None else {"gate": self.to_gate})
+        products = apply_to_input(x, maps, state)
+        q, c, r = self._operands(products, positions(x, None if state is None else state["seen"], context))
         if context.parallel is not None:
             o = self._attend_split(q, c, r, state, new, context)
         elif state is None:
@@ -151,7 +157,7 @@ class MLAMixer(TokenCacheMixer):
             self.check_cache(state, x, context)
             o = self._attend_cached(q, c, r, state, new, context)
         if self.to_gate is not None:
-            raw = torch.unflatten(self.to_gate(x), -1, (self.heads, -1))
+            raw = torch.unflatten(products["gate"], -1, (self.heads, -1))
             o = (o * raw.to(state_dtype(raw.dtype)).sigmoid()).to(o.dtype)
         return self.out(o.flatten(2))
 
@@ -192,12 +198,12 @@ class MLAMixer(TokenCacheMixer):
         cache = KVCache(*self._keys_and_values(*self._split(latent)), new["seen"])
         return attend_cache(q, cache, self.scale, position_BT, self.window)
 
-    def _operands(self, x: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, T, H, K + R], c [B, T, 1, C] and r [B, T, 1, R]."""
-        q = torch.unflatten(self.to_q(x), -1, (self.heads, self.K + self.R))
-        c, r = self._split(self.to_latent(x)[:, :, None])
+    def _operands(self, products: Mapping[str, Tensor], position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, T, H, K + R], c [B, T, 1, C] and r [B, T, 1, R]. Args: products: of the maps of the input."""
+        q = torch.unflatten(products["q"], -1, (self.heads, self.K + self.R))
+        c, r = self._split(products["latent"][:, :, None])
         if self.theta is not None:
-            rotation = rotation_at(position_BT, self.R // 2, self.theta, state_dtype(x.dtype), self.rope_scaling)
+            rotation = rotation_at(position_BT, self.R // 2, self.theta, state_dtype(q.dtype), self.rope_scaling)
             q = torch.cat([q[..., : self.K], apply_rotary(q[..., self.K :], rotation)], -1)
             r = apply_rotary(r, rotation)
         return q, self.latent_norm(c), r
@@ -215,7 +221,11 @@ class MLAMixer(TokenCacheMixer):
         weight_HEC = torch.unflatten(self.to_kv.weight, 0, (self.heads, self.K + self.V))
         q_HC = torch.einsum("bthk,hkc->bthc", q[..., : self.K], weight_HEC[:, : self.K])
         query = torch.cat([q_HC, q[..., self.K :].to(q_HC.dtype)], -1)
-        # The heads are queries of one head: with heads of their own SDPA would copy the cached vectors for each.
-        cache = KVCache(latent, latent[..., : self.C], seen)
-        o_HC = attend_cache(query.transpose(1, 2), cache, self.scale, position_BT, self.window).transpose(1, 2)
+        refused = refusals(query[:, 0], latent[:, :, 0], self.C) if self.window is None else ["it has no window."]
+        if runs_by_kernel("latent attention of one token", refused):
+            o_HC = latent_attention(query[:, 0], latent[:, :, 0], seen, self.C, self.scale)[:, None]
+        else:
+            # The heads are queries of one head: with heads of their own SDPA would copy the cached vectors for each.
+            cache = KVCache(latent, latent[..., : self.C], seen)
+            o_HC = attend_cache(query.transpose(1, 2), cache, self.scale, position_BT, self.window).transpose(1, 2)
         return torch.einsum("bthc,hvc->bthv", o_HC, weight_HEC[:, self.K :])

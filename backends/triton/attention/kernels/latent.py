@@ -1,0 +1,96 @@
+"""One token of multi-head latent attention: all heads attend to one cached vector per token.
+
+    x_s = scale q_h . z_s,    o_h = sum_s softmax_s(x_s) c_s        with z_s = [c_s, r_s], C and R channels
+
+Programs for parts of the slots, each of which reads a slot once for ROWS heads; then `combine_parts_kernel`, see
+decode.py. The products with c and r are separate, because C and R are powers of two where C + R is none.
+
+B batch, S slots, H heads, C latent width, R rotary width, P parts
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.attention.kernels.decode import bounds_of
+from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+
+
+class LatentTraits(NamedTuple):
+    """Compile-time parameters.
+
+    Args:
+        H, V, R: heads, C and R. BV, BR: the powers of two from C and R on, at least 16.
+        ROWS: heads of a program. BN: slots of a tile. PARTS: P, a power of two.
+        SCALE: factor of q . z. PREC: input precision of float32 products. OVERLAP: see device/overlap.py.
+    """
+
+    H: int
+    V: int
+    R: int
+    BV: int
+    BR: int
+    ROWS: int
+    BN: int
+    PARTS: int
+    SCALE: float
+    PREC: str
+    OVERLAP: bool
+
+
+@triton.jit(do_not_specialize=["S"])
+def latent_attention_kernel(q, latent, ends, partial, lse, S, traits: tl.constexpr):
+    """Attend from ROWS heads to one part of the slots of a sequence.
+
+    Grid: B x H / ROWS x P. Reads q [B, H, C + R], latent [B, S, C + R], ends [B] int64, the number of filled slots.
+    Writes partial [B, H, P, C] and lse [B, H, P], float32.
+    """
+    H: tl.constexpr = traits.H
+    C: tl.constexpr = traits.V
+    R: tl.constexpr = traits.R
+    ROWS: tl.constexpr = traits.ROWS
+    BN: tl.constexpr = traits.BN
+    BV: tl.constexpr = traits.BV
+    GROUPS: tl.constexpr = (H + ROWS - 1) // ROWS
+    if traits.OVERLAP:
+        start_next()
+        wait_for_previous()
+    part = tl.program_id(0) % traits.PARTS
+    group = tl.program_id(0) // traits.PARTS % GROUPS
+    b = tl.cast(tl.program_id(0) // (traits.PARTS * GROUPS), tl.int64)
+    end = tl.minimum(tl.load(ends + b), S).to(tl.int32)
+    begin, stop = bounds_of(part, end, traits)
+    head = group * ROWS + tl.arange(0, ROWS)
+    in_h = (head < H)[:, None]
+    c = tl.arange(0, BV)[None, :]
+    r = tl.arange(0, traits.BR)[None, :]
+    row = b * H + head
+    q_c = tl.load(q + row[:, None] * (C + R) + c, mask=in_h & (c < C), other=0.0)
+    if R > 0:
+        q_r = tl.load(q + row[:, None] * (C + R) + C + r, mask=in_h & (r < R), other=0.0)
+    latent += b * S * (C + R)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    o_tile = tl.zeros([ROWS, BV], tl.float32)
+    for n in range(begin, stop, BN):
+        s = n + tl.arange(0, BN)
+        filled = s < stop
+        at = latent + s[:, None] * (C + R)
+        c_tile = tl.load(at + c, mask=filled[:, None] & (c < C), other=0.0)
+        x = tl.dot(q_c, tl.trans(c_tile), input_precision=traits.PREC)
+        if R > 0:
+            r_tile = tl.load(at + C + r, mask=filled[:, None] & (r < R), other=0.0)
+            x = tl.dot(q_r, tl.trans(r_tile), x, input_precision=traits.PREC)
+        x = tl.where(filled[None, :], x * (traits.SCALE * LOG2E), float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        p = tl.exp2(x - m_new[:, None])
+        decay = tl.exp2(m - m_new)
+        l = l * decay + tl.sum(p, 1)
+        o_tile = tl.dot(p.to(c_tile.dtype), c_tile, o_tile * decay[:, None], input_precision=traits.PREC)
+        m = m_new
+    o_tile *= tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
+    at_part = row * traits.PARTS + part
+    tl.store(partial + at_part[:, None] * C + c, o_tile, mask=in_h & (c < C))
+    tl.store(lse + at_part, m + tl.log2(l), mask=head < H)
