@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.ops.long_conv import long_conv
+from deltazoo.backends.ops.long_conv import long_conv, long_conv_step_, step_refusals
 from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
@@ -114,6 +115,11 @@ class LongConv(nn.Module, CachingFilter):
         if state is None and context.cu_seqlens is None:
             return self._with_bias(long_conv(x, self.kernel(x.shape[1], x)), x), None
         old = self._unpacked_state(x, context) if state is None else state
+        is_token = x.shape[1] == 1 and context.cu_seqlens is None and context.mask is None
+        if is_token and runs_by_kernel("long convolution of one token", step_refusals(x, old["history"])):
+            kernel = self.kernel(old["history"].shape[1], x)
+            y = long_conv_step_(x[:, 0], old["history"], old["seen"], kernel, self.bias)[:, None]
+            return y, {"history": old["history"], "seen": old["seen"].add_(1)}
         count = token_counts(x, context)
         check_capacity(old["seen"], count, old["history"].shape[1])
         offset = old["seen"].clone()

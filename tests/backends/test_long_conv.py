@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from triton_cases import DEVICE, needs_triton
 
 from deltazoo.backends.ops import long_conv as module
-from deltazoo.backends.ops.long_conv import long_conv, transform_length
+from deltazoo.backends.ops.long_conv import long_conv, long_conv_step_, transform_length
+from deltazoo.backends.triton.conv import long_step_op
 
 
 def direct(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -47,3 +49,27 @@ def test_a_graph_with_a_dynamic_length_is_compiled_once():
         for T in (17, 40, 33):
             x = torch.randn(2, T, 3, requires_grad=True)
             torch.testing.assert_close(compiled(x, kernel), direct(x, kernel), rtol=1e-4, atol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("positions", [(0, 0, 0), (37, 37, 37), (5, 0, 39), (39,)])
+def test_a_token_joins_its_history_and_reads_all_of_it(positions, dtype, monkeypatch):
+    monkeypatch.setattr(long_step_op, "_ELEMENTS", 256)
+    B, S, D = len(positions), 40, 20
+    generator = torch.Generator().manual_seed(0)
+    x, history, kernel, bias = (
+        torch.randn(shape, generator=generator).to(DEVICE) for shape in ((B, D), (B, S, D), (S, D), (D,))
+    )
+    x, history, position = x.to(dtype), history.to(dtype), torch.tensor(positions, device=DEVICE)
+    for b, p in enumerate(positions):  # slots that hold no tokens are not read
+        history[b, p:] = torch.nan
+    before = history.clone()
+    y = long_conv_step_(x, history, position, kernel, bias)
+    for b, p in enumerate(positions):
+        assert torch.equal(history[b, p], x[b])
+        assert torch.equal(history[b, :p], before[b, :p])
+        expected = (kernel[: p + 1].flip(0).double() * history[b, : p + 1].double()).sum(0) + bias.double() * x[
+            b
+        ].double()
+        torch.testing.assert_close(y[b].double(), expected, rtol=0, atol=2e-5 if dtype == torch.float32 else 2e-2)
