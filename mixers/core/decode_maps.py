@@ -92,10 +92,10 @@ def apply_map(x: Tensor, module: nn.Module) -> Tensor:
 
 def reads_weight(module: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     """Whether the product of a row of x with the module's weight is what a call of the module computes."""
-    return is_plain_linear(module) and _adds_to_product(module, x) and module.bias is None
+    return is_plain_linear(module) and adds_to_product(module, x) and module.bias is None
 
 
-def _adds_to_product(module: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
+def adds_to_product(module: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     """Whether a call of the module computes that product, plus the bias if there is one."""
     if type(module) not in (nn.Linear, GateLinear) or not is_plain(module):
         return False
@@ -112,4 +112,4 @@ def _with_bias(product: Tensor, linear: nn.Linear) -> Tensor:
 def _first_map(module: nn.Module, x: Tensor) -> nn.Linear | None:
     if type(module) is nn.Sequential and len(module) == 2 and is_plain(module) and is_plain_linear(module[1]):
         module = module[0]
-    return module if _adds_to_product(module, x) else None
+    return module if adds_to_product(module, x) else None

@@ -15,7 +15,7 @@ from deltazoo.backends.ops.gemv import Norm, add_product
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
-from deltazoo.backends.update.base import Backend, state_dtype
+from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
@@ -35,6 +35,7 @@ from deltazoo.mixers.core.part import (
     Parts,
     Stateful,
     StatelessOutputPart,
+    StepTail,
     TokenProjection,
     call_stateful,
     commit_part_,
@@ -129,6 +130,10 @@ class DeltaMixer(Mixer):
         context = context._replace(product=products.get("project"))
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
+        tail = self._decode_rest_(x_BTD, projected, products, state, context)
+        if tail is not None:
+            new_state = _without_none({name: new.get(name, tensor) for name, tensor in old.items()})
+            return MixerOutput(self._project_out(tail, x_BTD, order), new_state)
         for name, part in self.operands.items():
             context = context._replace(product=products.get(name))
             inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
@@ -224,11 +229,9 @@ class DeltaMixer(Mixer):
     ) -> tuple[Tensor, Side | None] | None:
         """Decode by the kernels of a `TokenProjection`. Return o [B, 1, HV V] and the side outputs, or None."""
         project = self.project
-        if not isinstance(project, TokenProjection) or self.operands or not is_plain(self.update):
+        if not isinstance(project, TokenProjection) or self.operands or not self._has_decode_kernels(x_B1D):
             return None
         if context.mask is not None or context.cu_seqlens is not None:
-            return None
-        if not self.update.bound.has_decode_kernels(self.update.meta(device_type(x_B1D), x_B1D.dtype)):
             return None
         states = state["project"], state[self.update_key]
         decoded = project.decode_token_(x_B1D, norm, states, dict(self.outputs.items()), context)
@@ -236,6 +239,24 @@ class DeltaMixer(Mixer):
             return None
         o_B1C, intermediates = decoded
         return o_B1C, side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
+
+    def _decode_rest_(
+        self, x_BTD: Tensor, projected: UpdateInputs, products: Mapping[str, Tensor],
+        state: Mapping[str, Tensor] | None, context: Context,
+    ) -> Tensor | None:  # fmt: skip
+        """Decode by the kernel of a `StepTail`, which is the only operand part. Return o [B, 1, HV, V], or None."""
+        part = next(iter(self.operands.values()), None)
+        if state is None or not isinstance(part, StepTail) or len(self.operands) > 1 or not is_step(x_BTD, state):
+            return None
+        if context.verify or context.mask is not None or context.cu_seqlens is not None:
+            return None
+        if not self._has_decode_kernels(x_BTD):
+            return None
+        return part.decode_rest_(projected, state[self.update_key], dict(self.outputs.items()), products)
+
+    def _has_decode_kernels(self, x_BTD: Tensor) -> bool:
+        meta = self.update.meta(device_type(x_BTD), x_BTD.dtype)
+        return is_plain(self.update) and self.update.bound.has_decode_kernels(meta)
 
     def _check_state(self, state: Mapping[str, Tensor], x_BTD: Tensor, context: Context) -> None:
         check_names(state, self.state_shapes)

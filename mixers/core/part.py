@@ -218,6 +218,20 @@ class TokenProjection(ABC):
         """
 
 
+class StepTail(ABC):
+    """Operand part that decodes a token from the projected operands up to the output map by a kernel of its own."""
+
+    @abstractmethod
+    def decode_rest_(
+        self, projected: UpdateInputs, states: Tensor, outputs: Mapping[str, nn.Module], products: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Decode one token per row, with the update and the output parts; the states change in place.
+
+        Args: states: of the update. outputs: the mixer's output parts. products: of the maps of the input, by part.
+        Returns: o [B, 1, HV, V]; None if the kernel does not compute this call.
+        """
+
+
 class HasBackend(ABC):
     """Module computed by a backend, fully or in part."""
 

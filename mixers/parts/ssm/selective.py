@@ -3,21 +3,28 @@
 B batch, T time, C channels (= HV, each a head with V = 1), N state size (= K), R rank of the step size
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.gemv import products as products_of_few_rows
+from deltazoo.backends.ops.selective_step import MAX_STATES, SelectiveCall, selective_step_
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.decode_maps import adds_to_product, reads_weight
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
+from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, StepTail
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.skips import Skip
 
 InnerNorm = Literal["plain", "weighted"]
 
 
-class SelectiveOperands(OperandPart):
+class SelectiveOperands(OperandPart, StepTail):
     """q, k and a step size per channel from the projected v: [r, k, q] = W v, step = activation(W_dt r + dt_bias).
 
     kind "mamba": softplus; log_decay = step rate, rate = -exp(A_log) [C, N], not materialised over time; v <- step v.
@@ -82,6 +89,23 @@ class SelectiveOperands(OperandPart):
         d = step / (1 + step * k_square.sum(-1, keepdim=True))
         log_decay = torch.log1p(-d[..., None] * k_square[:, :, None])
         return inputs._replace(v=(inputs.v * d[..., None]).to(q.dtype), log_decay=log_decay), None
+
+    def decode_rest_(
+        self, projected: UpdateInputs, states: Tensor, outputs: Mapping[str, nn.Module], products: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        v, gate = projected.v[:, 0, :, 0], products.get("gate")
+        if self.norms is not None or not is_plain(self) or gate is None or states.shape[2] > MAX_STATES:
+            return None
+        if tuple(map(type, outputs.values())) != (Skip, OutputGate) or not all(map(is_plain, outputs.values())):
+            return None
+        skip, output_gate = outputs.values()
+        assert isinstance(skip, Skip) and isinstance(output_gate, OutputGate)
+        step = self.to_step
+        if output_gate.activation != "silu" or not reads_weight(self.proj, v) or not adds_to_product(step, v):
+            return None
+        streams = products_of_few_rows(v, [self.proj.weight])[0]
+        call = SelectiveCall(v, streams, gate[:, 0], step.weight, step.bias, self.A_log, skip.D, states[..., 0])
+        return selective_step_(call)[:, None, :, None]
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"

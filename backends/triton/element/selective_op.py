@@ -1,0 +1,76 @@
+"""Operator and launch of one token of a selective state space; kernels/selective_step.py states the equations.
+
+B rows, C channels, N states per channel, R rank of the step size
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.custom_op import mark_written, operator
+from deltazoo.backends.triton.operands import ready, schema
+from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.support import Options
+from deltazoo.backends.triton.tiles import cdiv, power_of_two
+
+MAX_STATES = 64  # of a channel: a program holds those of 16 rows and 16 channels
+_ROWS, _STATES, _RANKS = 16, 4096, 128  # of a program; ranks of one of its products
+# 64 rows of 4096 channels on an H200, us with a copy of the gate that this launch no longer makes: Mamba 20.9, 21.5 and
+# 24.1 with 2, 4 and 8 warps, Longhorn 18.8, 20.3 and 23.3.
+_WARPS = 2
+
+
+class SelectiveCall(NamedTuple):
+    """The operator's arguments: tensors as of `selective_step_kernel`. The rows of streams and gate may be apart.
+
+    Args: A_log: None: the update is that of Longhorn.
+    """
+
+    v: Tensor
+    streams: Tensor
+    gate: Tensor
+    to_step: Tensor
+    bias: Tensor
+    A_log: Tensor | None
+    skip: Tensor
+    states: Tensor
+
+
+def _step(*arguments: Any) -> Tensor:
+    from deltazoo.backends.triton.element.kernels.selective_step import SelectiveTraits, selective_step_kernel
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    call, o = SelectiveCall(*arguments), _fake(*arguments)
+    (B, C), R = call.v.shape, call.to_step.shape[1]
+    N = (call.streams.shape[1] - R) // 2
+    streams, gate = (x if x.stride(1) == 1 else x.contiguous() for x in (call.streams, call.gate))
+    pool = call.states.contiguous()
+    weights = {name: getattr(call, name) for name in ("v", "to_step", "bias", "A_log", "skip")}
+    tensors = {name: None if x is None else ready(x) for name, x in weights.items()}
+    tensors |= {"streams": streams, "gate": gate, "states": pool, "o": o}
+    overlap = architecture(device_spec(device_of(call.v).index)) == "sm90"
+    channels = max(16, _STATES // (_ROWS * power_of_two(N)))
+    traits = SelectiveTraits(
+        C=C, N=N, R=R, BN=power_of_two(N), BR=max(16, min(_RANKS, power_of_two(R))), ROWS=_ROWS, CHANNELS=channels,
+        STREAMS=streams.stride(0), GATE=gate.stride(0), LONGHORN=call.A_log is None, OVERLAP=overlap,
+    )  # fmt: skip
+    with torch.cuda.device_of(call.v):
+        run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(_WARPS, overlap=overlap))
+        run(cdiv(B, _ROWS) * cdiv(C, channels), {"B": B})
+    mark_written(call.states, pool)
+    return o
+
+
+def _fake(*arguments: Any) -> Tensor:
+    v: Tensor = arguments[0]
+    return v.new_empty(v.shape)
+
+
+selective_step = operator(
+    f"triton_selective_step_({schema(SelectiveCall, 'states')}) -> Tensor",
+    _step,
+    compiled_ahead(_step, _fake),
+    any_layout=True,
+)
