@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.decode_maps import apply_maps, is_step
+from deltazoo.mixers.core.decode_maps import apply_maps, apply_output, is_step
 from deltazoo.mixers.core.input_maps import input_maps, mapped_classes
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments
@@ -118,7 +118,7 @@ class MomentumDeltaNetMixer(FilterMixer):
         arguments = OutputArguments(x, projected, projected)
         for name, part in self.outputs.items():
             o, _ = call_part(part, o, arguments, None, context_of(name))
-        return self.out(o.flatten(2))
+        return apply_output(o.flatten(2), self.out)
 
 
 class MomentumGates(nn.Module, MapsInput):

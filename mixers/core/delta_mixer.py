@@ -21,7 +21,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_fusion import DecodeFusion, linear_output_dtype, plan_fusion
-from deltazoo.mixers.core.decode_maps import apply_maps, is_step, reads_weight
+from deltazoo.mixers.core.decode_maps import apply_maps, apply_output, is_step, reads_weight
 from deltazoo.mixers.core.grouped import Groupable, Rows, is_groupable
 from deltazoo.mixers.core.input_maps import input_maps, mapped_classes
 from deltazoo.mixers.core.mixer import CommitForm, Context, Mixer, MixerOutput
@@ -325,7 +325,7 @@ class DeltaMixer(Mixer):
 
     def _project_out(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:
         """Apply the output map and the skip connection, and restore the token order."""
-        y_BTD = self.out(rearrange(o, "b t h v -> b t (h v)"))
+        y_BTD = apply_output(rearrange(o, "b t h v -> b t (h v)"), self.out)
         if self.direct is not None:
             y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
         return undo_left_align(y_BTD, order)

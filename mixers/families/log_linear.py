@@ -15,6 +15,7 @@ from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import apply_output
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Mixer, MixerOutput, Place
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HasBackend, HeadShape, OutputArguments, Parts, Stateful, run_part
@@ -130,7 +131,7 @@ class LogLinearMixer(Mixer):
         o, new = call_part(self.update, x_BTD, inputs, old, context)
         for part in self.outputs.values():
             o, _ = call_part(part, o, OutputArguments(x_BTD, projected, inputs), None, context)
-        y_BTD = undo_left_align(self.out(rearrange(o, "b t h v -> b t (h v)")), order)
+        y_BTD = undo_left_align(apply_output(rearrange(o, "b t h v -> b t (h v)"), self.out), order)
         if new is None:
             return MixerOutput(y_BTD)
         tensors = ({} if history is None else {"project": history}) | self._with_name(new)
