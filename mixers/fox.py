@@ -3,6 +3,7 @@
 B batch, T time, D width, H heads, G key-value heads, E head width
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -17,9 +18,11 @@ from deltazoo.backends.ops.forgetting_attention import (
 )
 from deltazoo.backends.ops.paged_attention import page_refusals
 from deltazoo.backends.ops.rms_norm import apply_gate
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
+from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, PageTable, Place
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
@@ -144,8 +147,13 @@ class FoXMixer(TokenCacheMixer):
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         if state is not None:
             self.check_cache(state, x, context)
-        q, k, v = self._operands(x, state, new, context)
-        log_f = self.forget(x, context)
+        optional = {"mix": self.to_mix, "gate": self.to_gate}
+        maps = {"q": self.to_q, "kv": self.to_kv} | {name: m for name, m in optional.items() if m is not None}
+        if is_plain(self.forget):
+            maps["forget"] = self.forget.proj
+        products = apply_to_input(x, maps, state)
+        q, k, v = self._operands(products, x, state, new, context)
+        log_f = self.forget(x, context, products.get("forget"))
         with without_autocast(q):
             is_alone = state is None and context.parallel is None
             if is_alone and runs_by_kernel(KERNEL, refusals(q)):
@@ -156,7 +164,7 @@ class FoXMixer(TokenCacheMixer):
         o = o.to(x.dtype)
         o = _normalize(self.o_norm, o, x, context)
         if self.to_gate is not None:
-            gate = self.to_gate(x).view(o.shape)
+            gate = products["gate"].view(o.shape)
             o = apply_gate(o, gate, self.gate_activation)
         return self.out(o.flatten(2))
 
@@ -189,11 +197,16 @@ class FoXMixer(TokenCacheMixer):
         return attention_with_cache(q, k, v, sums_BSH, before, ends, self.scale, context.cu_seqlens)
 
     def _operands(
-        self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+        self,
+        products: Mapping[str, Tensor],
+        x: Tensor,
+        state: dict[str, Tensor] | None,
+        new: dict[str, Tensor],
+        context: Context,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v. Write the state of the shift."""
-        q = torch.unflatten(self.to_q(x), -1, (self.heads, self.head_width))
-        k, v = self._keys_and_values(x, state, new, context)
+        """Return q, k and v. Write the state of the shift. Args: products: of the maps of x."""
+        q = torch.unflatten(products["q"], -1, (self.heads, self.head_width))
+        k, v = self._keys_and_values(products, state, new, context)
         q, k = _normalize(self.q_norm, q, x, context), _normalize(self.k_norm, k, x, context)
         if self.theta is not None:
             position_BT = positions(x, None if state is None else state["seen"], context)
@@ -211,15 +224,15 @@ class FoXMixer(TokenCacheMixer):
         return sums
 
     def _keys_and_values(
-        self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+        self, products: Mapping[str, Tensor], state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> tuple[Tensor, Tensor]:
-        kv = self.to_kv(x)
+        kv = products["kv"]
         heads = torch.unflatten(kv, -1, (2 * self.key_value_heads, self.head_width))
-        if self.shift is not None and self.to_mix is not None:
+        if self.shift is not None:
             previous, after = self.shift(kv, None if state is None else state["shift"], context)
             if after is not None:
                 new["shift"] = after
-            mix = self.to_mix(x).to(state_dtype(x.dtype)).sigmoid()[..., None]
+            mix = products["mix"].to(state_dtype(kv.dtype)).sigmoid()[..., None]
             heads = (mix * previous.view(heads.shape) + (1 - mix) * heads).to(heads.dtype)
         k, v = heads.chunk(2, 2)
         return k, v

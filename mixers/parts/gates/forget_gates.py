@@ -33,8 +33,9 @@ class ForgetGate(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.proj.bias)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        logits = self.proj(x)
+    def forward(self, x: Tensor, context: Context, product: Tensor | None = None) -> Tensor:
+        """Args: product: W x + b, if it is computed already."""
+        logits = self.proj(x) if product is None else product
         log_f = F.logsigmoid(logits.to(state_dtype(logits.dtype)))
         return log_f if context.mask is None else torch.where(context.mask[..., None], log_f, 0.0)
 
