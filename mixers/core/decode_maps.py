@@ -38,13 +38,13 @@ def apply_maps(
         joint = {
             name: linear.weight
             for name, linear in second.items()
-            if reads_weight(linear, x_B1D) and reads_weight(first[name], x_B1D)
+            if adds_to_product(linear, x_B1D) and reads_weight(first[name], x_B1D)
         }
         weights = [linear.weight for linear in first.values()]
         products = gemv.products(x_B1D, weights, norm, [joint.get(name) for name in first], convolution)
         for (name, linear), product in zip(first.items(), products, strict=True):
             if name in joint:
-                results[name] = product
+                results[name] = _with_bias(product, second[name])
             else:
                 y = _with_bias(product, linear)
                 results[name] = apply_map(y, second[name]) if name in second else y

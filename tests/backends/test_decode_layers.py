@@ -62,8 +62,8 @@ def test_packed_products_equal_separate_ones(name, monkeypatch):
     # the products convolve what a kernel convolves for heads that share keys
     assert unpacked_kernels.count("convolve_step_kernel") == (T if name == "a norm after the step" else 0)
     assert "convolve_step_kernel" not in kernels
-    # norm and maps, residual; norm and hidden channels, residual; head; the second maps of KDA
-    assert kernels.count("gemv_kernel") == T * (5 + {"maps of low rank": 1}.get(name, 0))
+    # norm and maps, residual; norm and hidden channels, residual; head; the second maps of KDA and GLA
+    assert kernels.count("gemv_kernel") == T * (5 + (name in ("maps of low rank", "decays of a sigmoid")))
     steps = {"token_attention_kernel", "fused_step_kernel", "rwkv7_step_kernel"}
     assert not INTERPRETED or steps.intersection(kernels)
 
