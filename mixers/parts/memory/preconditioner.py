@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import apply_maps, is_step
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, ResizesHeads, Stateful
+from deltazoo.mixers.core.part import HeadShape, LinearPart, OperandPart, ResizesHeads, Stateful
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
@@ -72,8 +74,11 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful):
         k = inputs.k.to(state_dtype(inputs.k.dtype))
         one = torch.ones_like(k[..., :1])
         moment = UpdateInputs(one, one, k.square())
-        for part in (self.decay, self.beta):
-            moment, _ = call_part(part, x, moment, None, context)
+        parts: tuple[LinearPart, ...] = (self.decay, self.beta)
+        is_joint = is_step(x, state) and all(map(is_plain, parts))
+        products = apply_maps(x, {str(i): part.proj for i, part in enumerate(parts)}) if is_joint else {}
+        for i, part in enumerate(parts):
+            moment, _ = call_part(part, x, moment, None, context._replace(product=products.get(str(i))))
         with without_autocast(x):
             A, new_state = call_part(self.update, moment, state, context)
         r = torch.log(A + EPS) - self.center.to(A.dtype)[:, None]
