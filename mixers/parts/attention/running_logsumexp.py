@@ -63,6 +63,9 @@ def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> 
     else:
         if context.mask is not None:  # padding leaves z unchanged; it is at the right
             score = score.masked_fill(~context.mask[..., None], -torch.inf)
+        if score.shape[1] == 1:
+            z, previous_z = torch.logaddexp(first[:, None], score), first[:, None].clone()
+            return z, previous_z, None if state is None else write_back(state, z[:, 0])
         all_z = _LogCumSumExp.apply(torch.cat([first[:, None], score], 1))
         z, previous_z, last = all_z[:, 1:], all_z[:, :-1], all_z[:, -1]
     return z, previous_z, None if state is None else write_back(state, last)
