@@ -75,7 +75,8 @@ class TemperedProjection(nn.Module, Stateful, MapsInput):
         mapped = apply_maps(c, maps) if is_decoding else {name: module(c) for name, module in maps.items()}
         g, tau, k = F.softplus(mapped["g"]), mapped["tau"].sigmoid(), mapped["k"]
         k = F.normalize(k.to(state_dtype(k.dtype)), dim=-1) * g**tau
-        v = self.value_gate(u).sigmoid() * u
+        gate = apply_maps(u, {"gate": self.value_gate})["gate"] if is_decoding else self.value_gate(u)
+        v = gate.sigmoid() * u
         q, k, v = (y.unsqueeze(2) for y in (mapped["q"], k.to(v.dtype), v))
         return UpdateInputs(q, k, v, log_decay=(-g * tau).unsqueeze(2)), state, {"convolved": c}
 
