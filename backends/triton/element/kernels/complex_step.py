@@ -37,7 +37,8 @@ def complex_step_kernel(
 
     Grid: blocks of ROWS rows, blocks of BD channels. Reads x [B, D] with a stride from row to row; turns [D, N]
     float64, the angle of a in turns; log_magnitude [D, N]; b, c [D, N, 2]; position [B] int64. Updates states [B, D,
-    2 N] float32 in place, real parts first. Writes y [B, D] float32. N is rounded up to NP.
+    2 N] float32 in place, real parts first. Writes y [B, D] float32. N is rounded up to NP. The rotation is computed
+    again only where the position differs from that of the row before.
     """
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     first = tl.program_id(0) // BLOCKS * ROWS
@@ -54,6 +55,11 @@ def complex_step_kernel(
     state = states + (tl.cast(first, tl.int64) * D + d[:, None]) * (2 * N) + n
     next_re = tl.load(state, mask=mask, other=0.0)
     next_im = tl.load(state + N, mask=mask, other=0.0)
+    last = tl.cast(-1, tl.int64)
+    k_re = b_re
+    k_im = b_im
+    q_re = c_re
+    q_im = c_im
     for i in range(ROWS):
         row = tl.cast(first + i, tl.int64)
         in_rows = row < rows
@@ -64,11 +70,18 @@ def complex_step_kernel(
         next_re = tl.load(later, mask=in_later, other=0.0)
         next_im = tl.load(later + N, mask=in_later, other=0.0)
         value = tl.load(x + row * X_STRIDE + d, mask=(d < D) & in_rows, other=0.0).to(tl.float32)[:, None]
-        turned = tl.load(position + row, mask=in_rows, other=0).to(tl.float64) * turn
-        cos, sin = cos_and_sin((turned - tl.floor(turned)).to(tl.float32))
-        re = magnitude * re + (b_re * cos + b_im * sin) * value
-        im = magnitude * im + (b_im * cos - b_re * sin) * value
-        out = tl.sum((c_re * cos - c_im * sin) * re - (c_im * cos + c_re * sin) * im, 1)
+        p = tl.load(position + row, mask=in_rows, other=0)
+        if p != last:
+            turned = p.to(tl.float64) * turn
+            cos, sin = cos_and_sin((turned - tl.floor(turned)).to(tl.float32))
+            k_re = b_re * cos + b_im * sin
+            k_im = b_im * cos - b_re * sin
+            q_re = c_re * cos - c_im * sin
+            q_im = c_im * cos + c_re * sin
+            last = p
+        re = magnitude * re + k_re * value
+        im = magnitude * im + k_im * value
+        out = tl.sum(q_re * re - q_im * im, 1)
         tl.store(state, re, mask=in_state)
         tl.store(state + N, im, mask=in_state)
         state = later
