@@ -24,8 +24,8 @@ def products(monkeypatch) -> list[int]:
     """Let rows on a CPU be computed together. Return the number of maps of each product."""
     counts: list[int] = []
 
-    def joined(x, weights, norm=None, second=()) -> list[Tensor]:
-        assert norm is None
+    def joined(x, weights, norm=None, second=(), convolution=None) -> list[Tensor]:
+        assert norm is None and convolution is None
         counts.append(len(weights))
         results = F.linear(x, torch.cat(list(weights))).split([len(weight) for weight in weights], -1)
         pairs = itertools.zip_longest(results, second)
@@ -116,7 +116,7 @@ def test_a_function_mode_changes_the_maps_of_a_decode_step(mode, monkeypatch):
     torch.manual_seed(0)
     mixer, calls = RetNet(heads=2).build(16, backend="reference"), []
 
-    def counted(x, weights, norm=None, second=()):
+    def counted(x, weights, norm=None, second=(), convolution=None):
         calls.append(len(weights))
         return [F.linear(x, weight) for weight in weights]
 
