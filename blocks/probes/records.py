@@ -109,10 +109,12 @@ class Cell(NamedTuple):
         return max(run.score for run in self.runs)
 
     def text(self) -> str:
-        """Format the mean in percent, with the lowest and the highest seed if there are several."""
+        """Format the mean in percent, with the lowest and the highest seed, and the number that diverged."""
         scores = [run.score for run in self.runs]
         spread = f" ({100 * min(scores):.1f} to {100 * max(scores):.1f})" if len(scores) > 1 else ""
-        return f"{100 * self.score:.1f}{spread}"
+        diverged = sum(run.diverged for run in self.runs)
+        ended = f", {diverged} of {len(scores)} diverged" if diverged else ""
+        return f"{100 * self.score:.1f}{spread}{ended}"
 
 
 def read(path: Path) -> list[Run]:
