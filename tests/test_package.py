@@ -57,13 +57,13 @@ def test_wheel_contains_every_module_preset_and_table(wheel_names: list[str]) ->
     assert not any(name.startswith("deltazoo/tests") for name in wheel_names)
 
 
-def test_import_takes_at_most_0_3_seconds_beyond_torch() -> None:
+def test_import_takes_at_most_a_fifth_of_that_of_torch() -> None:
     code = (
-        "import time, torch; start = time.process_time(); import deltazoo; "
+        "import time; before = time.process_time(); import torch; start = time.process_time(); import deltazoo; "
         "from deltazoo import UpdateSpec, UpdateInputs, bind, update, explain, validate; "
-        "print(time.process_time() - start)"
+        "print((time.process_time() - start) / (start - before))"
     )
-    assert any(float(run(code)) <= 0.3 for _ in range(3))
+    assert any(float(run(code)) <= 0.2 for _ in range(3))
 
 
 def test_import_does_not_import_triton_or_transformers() -> None:
