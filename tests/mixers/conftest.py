@@ -22,7 +22,12 @@ ALSO_CHUNKED = (
     "EFLA with channel decay",
 )
 WITH_UPDATE = {name: config for name, config in ZOO.items() if isinstance(config, UpdateConfig)}
-_CASES = [*((name, "reference") for name in ZOO), *((name, "chunked") for name in ALSO_CHUNKED)]
+_CASES = [
+    pytest.param(
+        (name, backend), id="-".join([*name.split(), backend]), marks=[pytest.mark.slow] * (name in SAME_PARTS)
+    )
+    for name, backend in [*((name, "reference") for name in ZOO), *((name, "chunked") for name in ALSO_CHUNKED)]
+]
 
 
 @pytest.fixture
@@ -57,9 +62,9 @@ def backend(request: pytest.FixtureRequest) -> str | Backend:
     return BACKENDS[request.param]
 
 
-@pytest.fixture(params=_CASES, ids=["-".join([*name.split(), backend]) for name, backend in _CASES])
+@pytest.fixture(params=_CASES)
 def case(request: pytest.FixtureRequest) -> tuple[MixerConfig, str | Backend]:
-    """A config and the backend that it runs on."""
+    """A config and the backend that it runs on; mixers with the same parts as others are slow."""
     name, backend = request.param
     return ZOO[name], BACKENDS[backend]
 

@@ -38,7 +38,7 @@ OURS = [
     name for name in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, name).startswith("deltazoo ")
 ]
 
-# Built from parts that other mixers cover too, so that `make test` does not mix their memories.
+# Built from parts that other mixers cover too; `make conformance` tests their states, precision and memories in full.
 SAME_PARTS = (
     "based", "deltaproduct", "efla", "gated_deltaproduct", "gated_efla", "gated_longhorn", "gated_retnet", "gla",
     "gsa", "hgrn", "hgrn2", "lightning_attention", "log_linear_mamba2", "longhorn", "longhorn_diagonal",
