@@ -18,7 +18,9 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("H", "C", "R", "parts"), [(3, 24, 8, 4), (20, 16, 6, 2), (2, 40, 0, 1)])
+@pytest.mark.parametrize(
+    ("H", "C", "R", "parts"), [pytest.param(3, 24, 8, 4, marks=pytest.mark.kernel_smoke), (20, 16, 6, 2), (2, 40, 0, 1)]
+)
 def test_heads_attend_to_the_cached_vectors(H, C, R, parts, dtype, monkeypatch):
     monkeypatch.setattr(latent_op, "_MAX_PARTS", parts)
     monkeypatch.setattr(latent_op, "_TILE_BYTES", 16)
