@@ -66,7 +66,7 @@ class Regression(Task):
         bits_BND = draws.integers(0, 2, (batch, count, D), generator)
         x_BND = 2 * bits_BND - 1
         y_BN = (x_BND * draws.integers(-1, 2, (batch, 1, D), generator)).sum(2)
-        # rest_BDD projects on what is orthogonal to the examples so far.
+        # rest_BDD is the projection onto the orthogonal complement of the examples so far.
         rest_BDD = torch.eye(D, dtype=torch.float64, device=generator.device).expand(batch, D, D)
         determined = []
         for n in range(count):

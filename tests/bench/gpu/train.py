@@ -182,7 +182,7 @@ def steady(label: str, name: str, gpus: int, gpu: int | None, *options: str) -> 
 
 
 def several(name: str, modes: tuple[str, ...]) -> None:
-    """Compare all GPUs together with each by itself, all at once."""
+    """Compare one run on all GPUs with runs on each GPU at the same time."""
     with ThreadPoolExecutor(GPUS) as pool:
         alone = list(pool.map(lambda gpu: steady(f"{name} GPU {gpu} alone", name, 1, gpu), range(GPUS)))
     row(f"{name} {GPUS} GPUs alone", tokens_s=f"{sum(alone):,.0f}", slowest_times_gpus=f"{GPUS * min(alone):,.0f}")

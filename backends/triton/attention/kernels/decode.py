@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.attention.kernels.online_softmax import add_scores
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
 from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
 
@@ -112,12 +113,8 @@ def attend_part(q_tile, k, v, table, partial, lse, row, part, end, traits: tl.co
         v_tile = tl.load(v + at * traits.V + c, mask=(s < end)[:, None] & (c < traits.V), other=0.0)
         x = tl.dot(q_tile, tl.trans(k_tile), input_precision=traits.PREC) * (traits.SCALE * LOG2E)
         x = tl.where((s < end)[None, :], x, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp2(x - m_new[:, None])
-        decay = tl.exp2(m - m_new)
-        l = l * decay + tl.sum(p, 1)
-        o_tile = tl.dot(p.to(v_tile.dtype), v_tile, o_tile * decay[:, None], input_precision=traits.PREC)
-        m = m_new
+        p, m, l, o_tile = add_scores(x, m, l, o_tile)
+        o_tile = tl.dot(p.to(v_tile.dtype), v_tile, o_tile, input_precision=traits.PREC)
     o_tile *= tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
     at = (row + i) * traits.PARTS + part
     tl.store(partial + at * traits.V + c, o_tile, mask=(i < GROUP) & (c < traits.V))

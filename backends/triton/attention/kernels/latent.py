@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.attention.kernels.decode import bounds_of
+from deltazoo.backends.triton.attention.kernels.online_softmax import add_scores
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
@@ -84,12 +85,8 @@ def latent_attention_kernel(q, latent, ends, partial, lse, S, traits: tl.constex
             r_tile = tl.load(at + C + r, mask=filled[:, None] & (r < R), other=0.0)
             x = tl.dot(q_r, tl.trans(r_tile), x, input_precision=traits.PREC)
         x = tl.where(filled[None, :], x * (traits.SCALE * LOG2E), float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp2(x - m_new[:, None])
-        decay = tl.exp2(m - m_new)
-        l = l * decay + tl.sum(p, 1)
-        o_tile = tl.dot(p.to(c_tile.dtype), c_tile, o_tile * decay[:, None], input_precision=traits.PREC)
-        m = m_new
+        p, m, l, o_tile = add_scores(x, m, l, o_tile)
+        o_tile = tl.dot(p.to(c_tile.dtype), c_tile, o_tile, input_precision=traits.PREC)
     o_tile *= tl.where(l == 0.0, 0.0, 1.0 / l)[:, None]
     at_part = row * traits.PARTS + part
     tl.store(partial + at_part[:, None] * C + c, o_tile, mask=in_h & (c < C))

@@ -14,6 +14,7 @@ The gradients of a tile's moved queries and keys are those of their level only. 
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.attention.kernels.online_softmax import add_scores
 from deltazoo.backends.triton.attention.kernels.path_tiles import (
     LOG2E,
     C,
@@ -41,13 +42,10 @@ def attend_keys(
         x += gate_q[:, None] - gates_after(sums_base, i, all_rows, reference, H)[None, :]
     if MASKED:
         x = tl.where(in_rows[:, None], x, float("-inf"))
-    m_new = tl.maximum(m, tl.max(x, 1))
-    p = tl.exp2(x - m_new[:, None])
-    decay = tl.exp2(m - m_new)
-    l = l * decay + tl.sum(p, 1)
+    p, m, l, o_t = add_scores(x, m, l, o_t)
     v_t = load_tile(v_base, i, all_rows, v_step, traits.V, traits.BV, False)
-    o_t = tl.dot(p.to(v_t.dtype), v_t, o_t * decay[:, None], input_precision=traits.PREC)
-    return o_t, m_new, l
+    o_t = tl.dot(p.to(v_t.dtype), v_t, o_t, input_precision=traits.PREC)
+    return o_t, m, l
 
 
 @triton.jit(do_not_specialize=["N", "T", "LEVELS", "v_stride"])

@@ -6,6 +6,7 @@ path_flash.py defines the online softmax, path_tiles.py the sizes. S slots of a 
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.attention.kernels.online_softmax import add_scores
 from deltazoo.backends.triton.attention.kernels.path_tiles import LOG2E, load_tile, locate_tile, store_tile
 
 
@@ -49,12 +50,8 @@ def path_past_kernel(
                 bias = tl.load(past_bias + (row + s) * H + h, mask=in_use, other=0.0)
                 x += gate_q[:, None] + (bias * LOG2E)[None, :]
             x = tl.where(in_use[None, :], x, float("-inf"))
-            m_new = tl.maximum(m, tl.max(x, 1))
-            p = tl.exp2(x - m_new[:, None])
-            decay = tl.exp2(m - m_new)
-            l = l * decay + tl.sum(p, 1)
+            p, m, l, o_t = add_scores(x, m, l, o_t)
             v_t = load_tile(cache_v + (row * G + g) * V, s, in_use, G * V, V, traits.BV, True).to(q_t.dtype)
-            o_t = tl.dot(p.to(v_t.dtype), v_t, o_t * decay[:, None], input_precision=traits.PREC)
-            m = m_new
+            o_t = tl.dot(p.to(v_t.dtype), v_t, o_t, input_precision=traits.PREC)
         store_tile(o_local + (start * H + h) * V, o_t / l[:, None], i, in_time, H * V, V)
         tl.store(lse_local + (start + i) * H + h, m + tl.log2(l), mask=in_time)
