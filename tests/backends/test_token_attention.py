@@ -10,7 +10,7 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.ops.token_attention import TokenOperands, Turn, attend_token_
-from deltazoo.backends.triton.attention import token_op
+from deltazoo.backends.triton.attention import launch, token_op
 from deltazoo.mixers.parts.rope_scaling import RopeScaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -43,7 +43,8 @@ def heads_of(x: Tensor, norm: Norm | None, turn: Turn | None, scaling: RopeScali
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", CASES)
-def test_a_token_attends_to_the_cache_and_joins_it(name, dtype):
+def test_a_token_attends_to_the_cache_and_joins_it(name, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "_BYTES_BY_ROWS", 1)  # tiles of 16 keys, two in a part
     H, turn, scaling, normed, gated = CASES[name]
     k, v = (draw(B, S, G, E, seed=seed).to(dtype) for seed in (1, 2))
     position = torch.tensor([7, 3 * S + 5], device=DEVICE)  # the second row has overwritten its oldest tokens
