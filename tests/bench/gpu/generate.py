@@ -2,9 +2,9 @@
 
 bf16, random weights, prompts of 512 tokens (attention: 8,192). Prints for each model and batch size the floor, the time
 per token of `generate_tokens` without options, and the time to the first token of a prompt of 2,048. The floor is the
-time to read the weights, to read and write the states, and to read the caches, at the speed of a copy measured in the
-same run. MODEL is a prefix of a name below. Needs a CUDA device. Uses the public API only, so that it also measures
-other versions.
+time to read the weights, to read and write the states, and to read the caches of the middle token, at the speed of a
+copy measured in the same run. MODEL is a prefix of a name below. Needs a CUDA device. Uses the public API only, so that
+it also measures other versions.
 
 first: print only the seconds of the first call in this process, after imports and the construction of the model.
 compiled: add a decoder that is compiled and captured.
@@ -50,6 +50,7 @@ MODELS = {
 BATCHES = {"transformer-pp-1.3b": (1,), "qwen": (1,)}
 PROMPTS = {"transformer-pp-1.3b": 8192}
 FIRST_PROMPT = 2048
+FEW, MANY = 8, 200  # tokens of the two calls whose difference is the time per token
 
 
 def build(name):
@@ -93,16 +94,11 @@ def floor_bytes(model, batch, context):
     return weights, total
 
 
-def per_token(generate):
-    """Milliseconds per token: the difference of two calls, so that the prompt does not count."""
-    few, many = 8, 40
-    generate(few)
-    first = min(seconds(lambda: generate(few)) for _ in range(2))
-    slope = (seconds(lambda: generate(many)) - first) / (many - few)
-    if slope < 8e-3:
-        many = 104
-        slope = (min(seconds(lambda: generate(many)) for _ in range(3)) - first) / (many - few)
-    return 1e3 * slope
+def per_token(generate, many=MANY, repeats=5):
+    """Milliseconds per token: the median difference of two calls, so that the prompt does not count."""
+    generate(FEW)
+    differences = [-seconds(lambda: generate(FEW)) + seconds(lambda: generate(many)) for _ in range(repeats)]
+    return 1e3 * statistics.median(differences) / (many - FEW)
 
 
 def sampling(count):
@@ -140,14 +136,14 @@ def measure(name, speed, modes):
     length = PROMPTS.get(name, 512)
     for batch in BATCHES.get(name, (1, 32)):
         tokens = prompt(model, batch, length)
-        weights, total = floor_bytes(model, batch, length)
+        weights, total = floor_bytes(model, batch, length + (FEW + MANY) // 2)
         floor = 1e3 * total / speed
         ours = per_token(lambda n, tokens=tokens: generate_tokens(model, tokens, sampling(n)))
         line = f"{name}, B = {batch}: weights {weights / 2**30:.2f} GiB, floor {floor:.3f} ms; {ours:.3f} ms a token, "
         print(line + f"{ours / floor:.2f}x", flush=True)
         if "compiled" in modes:
             start = time.perf_counter()
-            decoder = Decoder(model, batch, length + 140, compile=True).capture()
+            decoder = Decoder(model, batch, length + MANY, compile=True).capture()
             took = time.perf_counter() - start
             ours = per_token(lambda n, tokens=tokens, decoder=decoder: generate_tokens(decoder, tokens, sampling(n)))
             print(
@@ -173,8 +169,9 @@ def measure_peer(name):
     for batch in BATCHES.get(name, (1, 32)):
         tokens = torch.randint(spec.vocab, (batch, length), device="cuda")
         theirs = per_token(
-            lambda n, tokens=tokens: peer.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False)
-        )
+            lambda n, tokens=tokens: peer.generate(tokens, max_new_tokens=n, min_new_tokens=n, do_sample=False),
+            many=24, repeats=2,
+        )  # fmt: skip
         print(f"    transformers, B = {batch}: {theirs:.3f} ms a token", flush=True)
 
 
