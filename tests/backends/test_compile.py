@@ -32,7 +32,7 @@ TRACED = {
     "rate, channel beta, longhorn": UpdateSpec(decay="rate", beta="channel", reparam="longhorn"),
     "dplr": UpdateSpec(transition="dplr", decay="channel"),
 }
-KINDS = ("gated delta", "dplr")  # `make test-graphs` traces the other two
+KINDS = ("gated delta",)  # `make test-graphs` traces the others
 SPECS = {
     "gated delta": UpdateSpec(decay="head", beta="head"),
     "channel decay, negative eigenvalues": UpdateSpec(decay="channel", beta="head", negative_eigenvalues="both"),
@@ -135,10 +135,12 @@ def packed(spec: UpdateSpec, bounds: list[int], padding: int = 0) -> UpdateInput
 PACKS = (([0, 5, 5, 40, 53], 0), ([0, 17, 90], 21), ([0, 16, 32, 48, 49, 64], 0))
 
 
+@pytest.mark.graphs
 def test_packs_of_any_number_of_sequences_share_the_callers_graph() -> None:
     assert_one_graph(SPECS["gated delta"], (packed(SPECS["gated delta"], *pack) for pack in PACKS))
 
 
+@pytest.mark.graphs
 def test_inductor_compiles_once_from_eager_code_for_all_lengths_and_batch_sizes() -> None:
     spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)
     for B, T in ((2, 100), (3, 33), (2, 7), (5, 64), (2, 257)):
@@ -154,6 +156,7 @@ def only_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("only_traced")
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_recompile_limit_counts_each_spec_separately() -> None:
@@ -166,6 +169,7 @@ def test_recompile_limit_counts_each_spec_separately() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(specs)
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("only_traced")
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_recompile_limit_counts_each_set_of_operands_with_gradients_separately() -> None:
@@ -178,6 +182,7 @@ def test_recompile_limit_counts_each_set_of_operands_with_gradients_separately()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("only_traced")
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_eager_calls_recompile_past_the_recompile_limit_for_new_strides() -> None:

@@ -123,6 +123,7 @@ def test_an_empty_batch_is_accepted(backend):
     assert torch.equal(states, normal_states(3))
 
 
+@pytest.mark.graphs
 @BACKENDS
 @pytest.mark.parametrize("name", ["gated", "dplr"])
 def test_verify_and_commit_compile_to_one_graph(backend, name):

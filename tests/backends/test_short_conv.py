@@ -370,6 +370,7 @@ def test_forward_mode_is_refused() -> None:
         torch.func.jvp(lambda x: bound(inputs._replace(x=x)), (inputs.x,), (inputs.x,))
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(
     "backend", [pytest.param("compile", marks=needs_no_interpreter), pytest.param("triton", marks=needs_triton)]
 )

@@ -89,6 +89,7 @@ def loss_and_gradients(
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.graphs
 def test_equal_layers_share_a_graph_with_equal_results():
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (2, 3))
@@ -188,6 +189,7 @@ SERVING = [
 ]
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("name", ["lru", pytest.param("gated_deltanet(heads=2)", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("calls", [TRAINING, pytest.param(SERVING, marks=pytest.mark.slow)], ids=["train", "serve"])
 def test_each_kind_of_call_has_a_static_and_a_dynamic_graph(calls, name):
@@ -212,6 +214,7 @@ def test_each_kind_of_call_has_a_static_and_a_dynamic_graph(calls, name):
         assert counter.frame_count - before == graphs, (shape, kind)
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     "mode", ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("with", "after", "user"))]

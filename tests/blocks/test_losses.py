@@ -95,6 +95,7 @@ def test_a_coefficient_of_zero_records_no_loss(build, tokens):
     assert torch.equal(losses.total, losses.cross_entropy)
 
 
+@pytest.mark.graphs
 def test_checkpointed_and_compiled_layers_count_each_loss_once(small_model, tokens):
     tokens_BT = tokens(2, 2)
 

@@ -357,6 +357,7 @@ def test_a_hooked_memory_is_not_grouped() -> None:
     assert calls
 
 
+@pytest.mark.graphs
 def test_grouped_memories_are_one_graph_for_all_routes() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
