@@ -126,7 +126,7 @@ class Stepper:
         """
         ranks = self.ranks
         counted = float(sum(rows.counted for rows in batches))
-        total: Any = counted * ranks.data_ranks
+        total: Any = max(counted, 1.0) * ranks.data_ranks  # a step may have rows of prompts only
         if not dense and ranks.size > 1:
             counts = torch.full((), counted, device=self.device)
             total = ranks.sum_(counts).clamp(min=1) * (ranks.data_ranks / ranks.size)
