@@ -154,11 +154,13 @@ def resume(
     guess = merged(edited if isinstance(edited, Mapping) else {}, changes)
     with _processes(_as_config(guess), folder) as (ranks, device, settle):
         spec, settings, trained, loaded = _last_good(folder, trust, ranks)
-        source = source_of_run(settings, text, folder / checkpoint.SETTINGS)
         config = parse_nested(TrainConfig, merged(settings.train.model_dump(), changes))
         changed = differences(trained.train.model_dump(), config.model_dump())
         if problem := refused(changed, folder / checkpoint.STACK):
             raise ConfigError(problem)
+        if text is None and config.data.path != trained.train.data.path:
+            text = config.data.path
+        source = source_of_run(settings.model_copy(update={"train": config}), text, folder / checkpoint.SETTINGS)
         if config.steps < loaded.state["step"]:
             raise ConfigError(
                 f"steps must be at least {loaded.state['step']}, which the run has taken, got {config.steps}"
