@@ -1,5 +1,6 @@
 """The state of a training run: steps, validations, and checkpoints that resume bit for bit on as many processes."""
 
+import functools
 import logging
 import math
 import shutil
@@ -227,7 +228,7 @@ class Run:
         }
         tensors = self._tensors()
         self._check_finite(self.folder, tensors)
-        self.writer.save(self.step, tensors, state, self._kept)
+        self.writer.save(self.step, tensors, state, functools.partial(self._kept, self.step))
         self.stops_s.append(time.perf_counter() - start)
         self.saved_step = self.step
 
@@ -235,9 +236,10 @@ class Run:
         weights = {name: x for name, x in tensors.items() if name.startswith("model.")}
         self.ranks.agree(checkpoint.not_finite(place, weights))
 
-    def _kept(self, steps: list[int]) -> set[int]:
-        """Return the checkpoints that stay: the last ones, and the best."""
-        kept = {*steps[-self.config.checkpoint.keep :]}
+    def _kept(self, saved: int, steps: list[int]) -> set[int]:
+        """Return the checkpoints that stay: the last ones up to the one just saved, later ones, and the best."""
+        until = sum(step <= saved for step in steps)
+        kept = {*steps[max(until - self.config.checkpoint.keep, 0) :]}
         losses = {point.step: point.validation_bits for point in self.points if point.step in steps}
         if self.config.checkpoint.best and losses:
             kept.add(min(losses, key=lambda step: losses[step]))
