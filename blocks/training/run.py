@@ -44,6 +44,7 @@ from deltazoo.blocks.training.watching import recurrent_statistics
 _log = logging.getLogger("deltazoo")
 
 PRETRAINED = "pretrained"  # folder of the weights for transformers
+_NARROW = (torch.float16, torch.bfloat16)
 
 OnPoint = Callable[[Point], None]
 
@@ -200,7 +201,9 @@ class Run:
             torch.cuda.set_rng_state(decoded(mine["cuda"]), self.device)
 
     def _tensors(self) -> dict[str, Tensor]:
-        return self.optimizer.state() | {f"model.{name}": x for name, x in self._buffers().items()}
+        """Return what a checkpoint holds, whose weights and buffers are not in 16 bits."""
+        buffers = {f"model.{name}": x.float() if x.dtype in _NARROW else x for name, x in self._buffers().items()}
+        return self.optimizer.state() | buffers
 
     def _buffers(self) -> dict[str, Tensor]:
         return {
