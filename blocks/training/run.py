@@ -118,7 +118,8 @@ class Run:
             progress("training", self.step, last)
             if self.step < last or not self.points:
                 first_call_s = self._warm_up(last, progress)
-            due = self.step % config.evaluation.every == 0  # a signal stops a run before the validation of its step
+            # a signal stops a run before the validation of its step
+            due = self.step % config.evaluation.every == 0 or self.step == last
             if not self.points or (due and self.points[-1].step != self.step):
                 self._add_point(on_point)
             interrupts.deferred = True
