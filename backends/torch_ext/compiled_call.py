@@ -51,8 +51,11 @@ def compiled_call(function: Callable[P, R], **options: Any) -> Callable[P, R]:
             return function(*arguments, **keywords)
         if is_first:
             is_first = False
-            cached = torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=True)
-            with cached, torch._dynamo.config.patch(optimize_ddp=False):
+            from torch._dynamo import config as dynamo_config
+            from torch._functorch import config as functorch_config
+
+            cached = functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True)
+            with cached, dynamo_config.patch(optimize_ddp=False):
                 return call(*arguments, **keywords)
         try:
             return compiled(*arguments, **keywords)

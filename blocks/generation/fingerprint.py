@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
 from deltazoo.backends.torch_ext.devices import tf32_allowed
+from deltazoo.backends.torch_ext.modes import function_mode_is_active
 from deltazoo.blocks.model.compilation import is_compiled_forward
 from deltazoo.blocks.model.interface import TokenModel
 
@@ -54,10 +56,13 @@ def fingerprint(model: TokenModel) -> Fingerprint:
 
 
 def runs_python_code(model: TokenModel) -> bool:
-    """Whether a module has hooks or a forward of its own, such as those that load offloaded weights.
+    """Whether a step runs Python code that is not the model's: hooks, a forward of a module's own, or a function mode.
 
-    A CUDA graph would run their Python code once, and not at each step.
+    Modules have hooks or a forward of their own to load offloaded weights, for example. A CUDA graph would run the code
+    once, and not at each step.
     """
+    if function_mode_is_active() or global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        return True
     return any(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -8,6 +8,7 @@ import atexit
 import functools
 import itertools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ KEPT_BYTES = 2**30  # on other devices
 
 _log = logging.getLogger("deltazoo")
 _clock = itertools.count()
+_lock = threading.RLock()  # of `_kept` and its lists
 
 
 @dataclass(eq=False)
@@ -124,26 +126,27 @@ def _borrow(model: TokenModel, batch: int, capacity: int, max_tokens: int, compi
     unkept = functools.partial(Kept, fingerprint=Fingerprint([], []), key=(), bytes=0)
     if not _kept.get(model) and (eager or not (compiles_step or on_cuda)):
         return unkept(Decoder(model, batch, capacity, compiles_step))
-    kept, now = _kept.setdefault(model, []), fingerprint(model)
-    kept[:] = [one for one in kept if one.fingerprint.matches(now)]
-    if eager:
-        return unkept(Decoder(model, batch, capacity, compiles_step))
-    rows, slots = _rounded_batch(batch), _rounded_capacity(capacity)
-    key: tuple[object, ...] = next((one.key for one in kept if (rows, slots) in one.sizes), ())
-    if not key:
-        with torch.no_grad():
-            key = rows, *(x.shape for x in tree_leaves(model.init_state(0, slots)))
-    usable = [one for one in kept if one.key == key]
-    compiled = [one for one in usable if one.compile_s is not None]
-    captured = [one for one in usable if one.compile_s is None]
-    for one in [*(() if compile is False else compiled), *(() if compiles_step else captured)][:1]:
-        kept.remove(one)
-        one.decoder.capacity = slots  # of which the state has equal shapes
-        one.sizes.add((rows, slots))
-        return one
-    if not compiles_step and not on_cuda:
-        return unkept(Decoder(model, batch, capacity))
-    kept[:] = [one for one in kept if one not in captured]  # the new decoder replaces them
+    with _lock:
+        kept, now = _kept.setdefault(model, []), fingerprint(model)
+        kept[:] = [one for one in kept if one.fingerprint.matches(now)]
+        if eager:
+            return unkept(Decoder(model, batch, capacity, compiles_step))
+        rows, slots = _rounded_batch(batch), _rounded_capacity(capacity)
+        key: tuple[object, ...] = next((one.key for one in kept if (rows, slots) in one.sizes), ())
+        if not key:
+            with torch.no_grad():
+                key = rows, *(x.shape for x in tree_leaves(model.init_state(0, slots)))
+        usable = [one for one in kept if one.key == key]
+        compiled = [one for one in usable if one.compile_s is not None]
+        captured = [one for one in usable if one.compile_s is None]
+        for one in [*(() if compile is False else compiled), *(() if compiles_step else captured)][:1]:
+            kept.remove(one)
+            one.decoder.capacity = slots  # of which the state has equal shapes
+            one.sizes.add((rows, slots))
+            return one
+        if not compiles_step and not on_cuda:
+            return unkept(Decoder(model, batch, capacity))
+        kept[:] = [one for one in kept if one not in captured]  # the new decoder replaces them
     return _make(model, rows, slots, compiles_step, key)
 
 
@@ -187,17 +190,18 @@ def _return(model: TokenModel, kept: Kept) -> None:
         kept.used.record(torch.cuda.current_stream(device))
     kept.compile_s = None if kept.compile_s is None else 0.0
     kept.last_use = next(_clock)
-    _kept.setdefault(model, []).append(kept)
     limit = KEPT_BYTES
     if device.type == "cuda":
         limit = int(KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
-    here = [(one, pool) for pool in _kept.values() for one in pool if one.decoder.tokens.device == device]
-    total = sum(one.total_bytes for one, _ in here)
-    for one, pool in sorted(here, key=lambda pair: pair[0].last_use):
-        if total <= limit:
-            break
-        pool.remove(one)
-        total -= one.total_bytes
+    with _lock:
+        _kept.setdefault(model, []).append(kept)
+        here = [(one, pool) for pool in _kept.values() for one in pool if one.decoder.tokens.device == device]
+        total = sum(one.total_bytes for one, _ in here)
+        for one, pool in sorted(here, key=lambda pair: pair[0].last_use):
+            if total <= limit:
+                break
+            pool.remove(one)
+            total -= one.total_bytes
 
 
 def _rounded_batch(batch: int) -> int:

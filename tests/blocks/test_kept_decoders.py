@@ -1,6 +1,8 @@
 """Decoders are kept for later calls while the model has not changed, and their tokens are those of eager steps."""
 
 import gc
+import sys
+import threading
 import weakref
 from functools import partial
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import wrapping
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from deltazoo.blocks.generation import kept
@@ -276,3 +279,49 @@ def test_offloaded_weights_are_decoded_eagerly(model, tokens, made):
     assert torch.equal(generate(model, tokens(1, 3)), expected)
     assert len(made) == 1
     assert isinstance(model, nn.Module)
+
+
+def test_calls_at_the_same_time_never_share_a_decoder(model, tokens, made):
+    prompts = [tokens(1, 3 + n) for n in range(4)]
+    wanted = [eager(model, prompt, 2, temperature=0).tolist() for prompt in prompts]
+    wrong = []
+
+    def work(first: int) -> None:
+        for n in range(first, first + 30):
+            found = generate(model, prompts[n % 4], 2, temperature=0).tolist()
+            if found != wanted[n % 4]:
+                wrong.append((n, found))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert len({id(one) for one in kept._kept[model]}) == len(kept._kept[model])
+
+
+class Negated(TorchFunctionMode):
+    """Negates the result of linear maps."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return -result if function is nn.functional.linear else result
+
+
+def test_a_function_mode_and_a_global_hook_count_while_they_are_active(model, tokens, made):
+    plain = generate(model, tokens(1, 5), temperature=0)
+    with Negated():
+        assert torch.equal(generate(model, tokens(1, 5), temperature=0), eager(model, tokens(1, 5), temperature=0))
+    called = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    generate(model, tokens(1, 5), count=3, temperature=0)
+    hook.remove()
+    assert sum(module is model.stack.norm for module in called) == 3
+    assert torch.equal(generate(model, tokens(1, 5), temperature=0), plain)
+    assert len(made) == 1
