@@ -288,8 +288,8 @@ _WIDE = (torch.float32, torch.float64)
 def load_tensors(loaded: Loaded, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Read tensors in place, sharded or not, on any number of processes.
 
-    Raises: ConfigError: a tensor is missing, or has another shape or dtype; floating-point tensors are converted to
-        float32 or float64.
+    Raises: ConfigError: a tensor is missing, or has another shape or dtype; float32, float64, and bfloat16, which
+        buffers had before, are converted to float32 or float64.
     """
     for name, tensor in tensors.items():
         entry, short = loaded.entries.get(name), name.removeprefix("model.")
@@ -298,7 +298,7 @@ def load_tensors(loaded: Loaded, tensors: dict[str, Tensor], ranks: Ranks) -> No
                 "is missing" if entry is None else f"must have shape {list(tensor.shape)}, got {list(entry.shape)}"
             )
             raise ConfigError(f"the weights in {loaded.folder.name} do not fit stack.yaml: {short} {problem}")
-        if entry.dtype != tensor.dtype and not (entry.dtype.is_floating_point and tensor.dtype in _WIDE):
+        if entry.dtype != tensor.dtype and not (entry.dtype in (*_WIDE, torch.bfloat16) and tensor.dtype in _WIDE):
             raise ConfigError(
                 f"{short} in {loaded.folder.name} must be {tensor.dtype} like the model, got {entry.dtype}"
             )
