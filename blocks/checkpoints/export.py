@@ -10,6 +10,7 @@ from torch import Tensor
 from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.backends.io.output_path import output_folder
 from deltazoo.backends.update import registry
+from deltazoo.blocks.checkpoints.built import first_difference
 from deltazoo.blocks.checkpoints.family import CONFIG, Family, HubConfig, family
 from deltazoo.blocks.checkpoints.rules import Rule
 from deltazoo.blocks.checkpoints.tensor_files import (
@@ -24,7 +25,6 @@ from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.model.interface import ModelSpec
 
 FORMATS = ("transformers",)
-_SIZES = ("width", "vocab", "tied", "norm", "norm_eps", "norm_offset", "embedding_norm")
 
 
 class Origin(NamedTuple):
@@ -130,31 +130,23 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
     Raises: ConfigError: the family, or without a `model_type` any installed one, does not express the stack.
     """
     names = [model_type] if model_type else registry.names(registry.FAMILIES)
-    reasons = []
+    reasons, others = [], []
     for name in names:
         found = family(name)
         if found.written_as is not None:
-            reasons.append(f"{name}: it is written as {found.written_as}")
+            reasons += [f"{name}: it is written as {found.written_as}"] * (model_type is not None)
             continue
         try:
             config = {**found.config(spec), "model_type": name}
             back = type(spec)(**found.stack(HubConfig(config, name)))
-        except Exception as error:  # see `Family.config`
-            reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        except Exception:  # see `Family.config`
+            others.append(name)
             continue
-        if back == spec:
+        difference = None if back == spec else first_difference(spec, back)
+        if difference is None:
             return found, config
-        reasons.append(f"{name}: {_first_difference(spec, back)}")
+        reasons.append(f"{name}: {difference}")
+    if others:
+        reasons.append(f"other layers or settings: {', '.join(others)}")
     kind = f"a model of type {model_type!r} of" if model_type else "any family of"
     raise ConfigError(f"the stack is not {kind} transformers:\n  " + "\n  ".join(reasons))
-
-
-def _first_difference(spec: ModelSpec, other: ModelSpec) -> str:
-    """Name a field that differs; each stack has the same names of layers where both can be expanded."""
-    for field in (*_SIZES, "embedding_scale", "logit_scale", "logit_cap"):
-        if getattr(spec, field) != getattr(other, field):
-            return f"{field} must be {getattr(other, field)}, got {getattr(spec, field)}"
-    for i, (ours, theirs) in enumerate(zip(spec.expand(), other.expand(), strict=False)):
-        if ours != theirs:
-            return f"layer {i} must be {cut(theirs)}, got {cut(ours)}"
-    return "the number of layers differs"

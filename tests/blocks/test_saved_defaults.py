@@ -1,0 +1,55 @@
+"""Stacks that leave out defaults are written as the family that spells them out, and refused with the difference."""
+
+import pytest
+import torch
+
+import deltazoo
+from deltazoo import StackSpec
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.checkpoints.built import first_difference
+from deltazoo.mixers import Attention, GatedDeltaNet, SlidingWindow
+
+
+@pytest.mark.parametrize(
+    "pattern", [Attention(heads=2), GatedDeltaNet(heads=2, norm_eps=1e-6)], ids=["llama", "gated_deltanet"]
+)
+def test_a_stack_with_defaults_is_saved_and_read(pattern, tmp_path):
+    model = StackSpec(width=64, depth=2, vocab=256, pattern=pattern).build().double().eval()
+    model.save_pretrained(tmp_path / "saved")
+    read = deltazoo.from_pretrained(tmp_path / "saved").double().eval()
+    tokens = torch.randint(256, (2, 9))
+    torch.testing.assert_close(read(tokens), model(tokens), rtol=1e-6, atol=1e-6)  # weights pass through float32
+
+
+def test_the_reasons_name_what_differs_and_no_exception(tmp_path):
+    model = deltazoo.preset("gated-deltanet-small").build()
+    with pytest.raises(ConfigError) as caught:
+        model.save_pretrained(tmp_path / "saved")
+    lines = str(caught.value).splitlines()
+    assert "  gated_deltanet: stack.layers.0.mixers.0.outputs.norm.eps must be 1e-06, got 1e-05" in lines
+    assert lines[-1].startswith("  other layers or settings: ") and "llama" in lines[-1]
+    assert not any(word in str(caught.value) for word in ("Error", "object", "class", "StopIteration"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        (
+            {"pattern": Attention(heads=2, rotary_theta=5e3)},
+            "stack.layers.0.mixers.0.theta must be 5000.0, got 10000.0",
+        ),
+        ({"pattern": Attention(heads=4)}, "stack.layers.0.mixers.0.heads must be 4, got 2"),
+        ({"pattern": SlidingWindow(heads=2, window=8)}, "stack.layers.0.mixers.0.window must be 8, got None"),
+        ({"mlp": {"width": 100}}, "stack.layers.0.mlp.to_hidden.out_features must be 200, got 384"),
+        ({"mlp": {"activation": "gelu"}}, "stack.layers.0.mlp.config.activation must be 'gelu', got 'silu'"),
+        ({"logit_cap": 30.0}, "logit_cap must be 30.0, got None"),
+        ({"mlp": {"width": 192}}, None),
+        ({"pattern": Attention(heads=2, key_value_heads=2, head_width=32)}, None),
+    ],
+)
+def test_the_first_difference_of_two_models_is_named(changes, difference):
+    spec = StackSpec(width=64, depth=2, vocab=256, pattern=Attention(heads=2))
+    found = first_difference(
+        spec, StackSpec(**{"width": 64, "depth": 2, "vocab": 256, "pattern": Attention(heads=2), **changes})
+    )
+    assert found is None if difference is None else str(found).startswith(difference), found
