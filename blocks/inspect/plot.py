@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.blocks.inspect.describe import parameter_count
-from deltazoo.blocks.inspect.figure import new_figure
+from deltazoo.blocks.inspect.figure import check_suffix, new_figure
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.spec.stack_spec import StackSpec
@@ -20,7 +19,6 @@ from deltazoo.mixers.core.state import nbytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".svg", ".png", ".pdf")
 _LENGTHS = [2**n for n in range(8, 21)]  # tokens
 _MAX_LABELS = 16  # layers with a label of their number of parameters
 
@@ -32,8 +30,7 @@ def plot_stack(spec: StackSpec, path: Path) -> None:
 
     Raises: ConfigError: matplotlib is not installed, or the file has another suffix than .svg, .png or .pdf.
     """
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"a plot must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+    check_suffix(path)
     figure = new_figure(11, 6)
     above, below = figure.subplots(2)
     _plot_layers(spec, above)

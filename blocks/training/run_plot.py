@@ -6,7 +6,7 @@ from pathlib import Path
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.blocks.checkpoints.folder import METRICS, read_points
-from deltazoo.blocks.inspect.figure import new_figure
+from deltazoo.blocks.inspect.figure import check_suffix, new_figure
 from deltazoo.blocks.training.records import Point
 
 
@@ -17,8 +17,10 @@ def plot_runs(folders: Sequence[str | Path], path: str | Path) -> dict[str, Poin
 
     Args: folders: of runs, or their metrics.jsonl; path: of the picture, such as runs.png.
     Returns: the last point of each run.
-    Raises: ConfigError: a folder has no points, or matplotlib is not installed.
+    Raises: ConfigError: a folder has no points, the picture has another suffix than .svg, .png or .pdf, or matplotlib
+        is not installed.
     """
+    check_suffix(Path(path))
     places = [Path(folder).parent if Path(folder).name == METRICS else Path(folder) for folder in folders]
     curves = {name: read_points(place) for name, place in zip(_names(places), places, strict=True)}
     for name, points in curves.items():

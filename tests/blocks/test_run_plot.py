@@ -43,3 +43,8 @@ def test_a_run_without_points_and_a_run_given_twice_are_refused(tmp_path: Path) 
         plot_runs([folder], tmp_path / "x.png")
     with pytest.raises(ConfigError, match=r"cannot read .*metrics\.jsonl"):
         plot_runs([tmp_path / "no"], tmp_path / "x.png")
+
+
+def test_a_suffix_that_no_picture_has_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"a plot must end in \.svg, \.png, \.pdf, got '.*runs\.jpgg'"):
+        plot_runs([tmp_path], tmp_path / "runs.jpgg")
