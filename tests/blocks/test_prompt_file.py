@@ -110,9 +110,28 @@ def test_an_interrupted_file_is_resumed(model, tmp_path, monkeypatch):
         ("line 2: two prompts have the id 1", [{"prompt": "a", "id": 1}, {"prompt": "b"}]),
         ("line 1: id must be a text or an integer", [{"prompt": "a", "id": 1.5}]),
         ("line 1: Sampling: temperature must be at least 0", [{"prompt": "a", "temperature": -1}]),
+        ("temperature must be 0 or at least 1e-30, got 1e-40", [{"prompt": "a", "temperature": 1e-40}]),
     ],
 )
 def test_a_line_that_is_no_prompt_is_refused_with_its_number(model, tmp_path, sentence, lines):
     with pytest.raises(ConfigError, match=sentence):
         generate_file(model, write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["my notes", "first line\nmy notes", '{"id": 1, "reason": "stop"}\nmy notes', '{"id": "a", "prompt": "x"}\n'],
+)
+def test_a_file_that_is_no_output_is_refused_and_kept(model, tmp_path, text):
+    out = tmp_path / "out.jsonl"
+    out.write_text(text)
+    with pytest.raises(ConfigError, match=r"out\.jsonl, (last )?line"):
+        generate_file(model, write(tmp_path / "in.jsonl", {"prompt": "abc"}), out, SAMPLING)
+    assert out.read_text() == text
+
+
+def test_the_prompts_are_not_the_output(model, tmp_path):
+    prompts = write(tmp_path / "in.jsonl", {"id": "a", "prompt": "abc"})
+    with pytest.raises(ConfigError, match=r"the output must be another file than the prompts, got"):
+        generate_file(model, prompts, prompts, SAMPLING)

@@ -19,6 +19,7 @@ from deltazoo.blocks.model.interface import TokenModel
 
 _TASK = "prompts"
 _FIELDS = {"id", "prompt", *Sampling.model_fields}
+_NO_RESULT = "must be a result: give the output of an earlier call, or a new file"
 
 
 class FileCompletion(BaseModel):
@@ -87,6 +88,8 @@ def generate_file(
     """
     entries = _read_prompts(Path(prompts), sampling or Sampling())
     path = output_path(out)
+    if path.exists() and path.samefile(prompts):
+        raise ConfigError(f"the output must be another file than the prompts, got {path} for both")
     finished = _finished_ids(path)
     left = [entry for entry in entries if entry.id not in finished]
     skipped = len(entries) - len(left)
@@ -161,21 +164,24 @@ def _entry(place: str, fields: dict[str, Any], number: int, sampling: Sampling) 
 
 
 def _finished_ids(path: Path) -> set[str | int]:
-    """Return the ids of the output, without the last line if it is cut, which is removed."""
+    """Return the ids of the output, and remove a last line that an interruption has cut."""
     if not path.exists():
         return set()
     with file_errors("read", path):
         data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        data = data[: data.rfind(b"\n") + 1]
-        with file_errors("write", path):
-            path.write_bytes(data)
+    whole = data[: data.rfind(b"\n") + 1]
     ids = set()
-    for number, line in enumerate(data.decode().splitlines()):
+    for number, line in enumerate(whole.decode(errors="replace").splitlines()):
         found = json_object(line, f"{path}, line {number + 1}")
-        if not isinstance(found.get("id"), str | int):
-            raise ConfigError(f"{path}, line {number + 1} must have an id: give the output of an earlier call, or none")
+        if not isinstance(found.get("id"), str | int) or "reason" not in found:
+            raise ConfigError(f"{path}, line {number + 1} {_NO_RESULT}")
         ids.add(found["id"])
+    if cut_off := data[len(whole) :]:
+        start = b'{"id": '
+        if not cut_off.startswith(start[: len(cut_off)]):
+            raise ConfigError(f"{path}, last line {_NO_RESULT}")
+        with file_errors("write", path):
+            path.write_bytes(whole)
     return ids
 
 
