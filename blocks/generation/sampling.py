@@ -13,6 +13,8 @@ from torch import Tensor
 
 from deltazoo.backends.io.frozen_config import FrozenConfig
 
+_LEAST_TEMPERATURE = 1e-30  # logits are divided by it in float32
+
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -21,7 +23,7 @@ class Sampling(FrozenConfig):
 
     Args:
         max_tokens: maximum number of new tokens per prompt.
-        temperature: divides the logits; 0 selects the most likely token.
+        temperature: divides the logits, at least 1e-30; 0 selects the most likely token.
         top_k: sample from the k most likely tokens; None: from all.
         top_p: sample from the smallest set of tokens with total probability p, after `top_k`; None: from all.
         min_p: sample from the tokens that are at least p times as likely as the most likely one; None: from all.
@@ -45,6 +47,13 @@ class Sampling(FrozenConfig):
     stop: tuple[str | int | tuple[int, ...], ...] = ()
     seed: Seed | tuple[Seed, ...] | None = 0
     logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides_in_float32(cls, value: float) -> float:
+        if 0 < value < _LEAST_TEMPERATURE:
+            raise PydanticCustomError("temperature", f"Input should be 0 or at least {_LEAST_TEMPERATURE:g}")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod
