@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from deltazoo.blocks.probes.records import Run, cells
+from deltazoo.blocks.probes.tasks import task as task_of
 
 _REACHED, _MARGIN = 0.99, 0.05
 _HOLDS = {True: "holds", False: "does not hold", None: "not decided"}
@@ -190,7 +191,7 @@ CLAIMS = {
 
 
 class Verdict(NamedTuple):
-    """The outcome of a claim on a task; holds: None if a cell has no run."""
+    """The outcome of a claim on a task; holds: None if the runs do not decide it."""
 
     holds: bool | None
     sentences: list[str]
@@ -199,7 +200,8 @@ class Verdict(NamedTuple):
 def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     """Compare the scores on a task of the claim.
 
-    The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved.
+    The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved. Nothing
+    is decided if neither is 5 points above chance, or if their seeds overlap where the means are compared.
     """
     found = cells(runs)
     compared = *claim.better, *claim.worse
@@ -211,20 +213,24 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     score = "best seed" if claim.solved else "mean"
     scores = {mixer: found[task, mixer].best if claim.solved else found[task, mixer].score for mixer in compared}
     low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
-    holds = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
+    holds: bool | None = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
+    ours, theirs = ([run.score for run in found[task, mixer].runs] for mixer in (low, high))
+    learned = max(*ours, *theirs) >= task_of(task).chance + _MARGIN
+    vary = min(ours) < max(ours) or min(theirs) < max(theirs)
+    overlap = vary and min(ours) <= max(theirs) and min(theirs) <= max(ours)
+    if not learned or (overlap and not claim.solved):
+        holds = None
     sentences = [
-        f"On {task} the claim {_HOLDS[holds]} in these settings: by the {score}, the "
+        f"On {task} the claim {'is ' * (holds is None)}{_HOLDS[holds]} in these settings: by the {score}, the "
         f"lowest of the better mixers is `{low}` with {100 * scores[low]:.1f} %, the highest of the others "
         f"`{high}` with {100 * scores[high]:.1f} %."
     ]
-    lowest, highest = (
-        choose(run.score for mixer in mixers for run in found[task, mixer].runs)
-        for choose, mixers in ((min, claim.better), (max, claim.worse))
-    )
-    if holds and not claim.solved and lowest <= highest:
+    if not learned:
+        sentences.append("Neither of them has learned the task.")
+    elif holds is None:
         sentences.append(
-            f"The seeds overlap: the lowest one of the better mixers has {100 * lowest:.1f} %, the highest one of the "
-            f"others {100 * highest:.1f} %."
+            f"The seeds overlap: `{low}` has {100 * min(ours):.1f} to {100 * max(ours):.1f} %, `{high}` "
+            f"{100 * min(theirs):.1f} to {100 * max(theirs):.1f} %."
         )
     if claim.solved:
         reached = [sum(run.score >= _REACHED for run in found[task, mixer].runs) for mixer in claim.better]

@@ -31,7 +31,7 @@ GROUPS = {
     "Tasks of MAD": ("recall", "noisy_recall", "fuzzy_recall", "memorization", "compression"),
     "Digits": ("digits", "digits_dropped", "digits_scaled", "digits_noisy"),
     "Regression in context": ("regression",),
-    "Other mixers on a GPU": (
+    "Other mixers on a GPU, shortened settings": (
         "parity(heads=2,steps=1000,rates=[1e-2])",
         "s3(width=64,heads=2,steps=2000,rates=[3e-3])",
         "mqar_short(rates=[3e-3],dtype=float32)",

@@ -242,9 +242,14 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     assert undecided.sentences == ["Not decided: there is no finished run on parity of `worse`."]
     assert claims.outcome(claim, finished) == "holds"
     seed = finished[-1].model_copy(update={"seed": 1, "accuracy": {40: 1.0, 256: 0.72}})
-    assert claims.verdict(claim, "parity", [*finished, seed]).sentences[1:] == [
-        "The seeds overlap: the lowest one of the better mixers has 70.0 %, the highest one of the others 72.0 %."
-    ]
+    overlapping = claims.verdict(claim, "parity", [*finished, seed])
+    assert overlapping.holds is None
+    assert overlapping.sentences[1:] == ["The seeds overlap: `better` has 70.0 to 90.0 %, `worse` 50.0 to 72.0 %."]
+    at_chance = [run.model_copy(update={"accuracy": {40: 0.5, 256: 0.5}}) for run in finished]
+    assert claims.verdict(claim, "parity", at_chance).holds is None
+    assert claims.verdict(claim, "parity", at_chance).sentences[1:] == ["Neither of them has learned the task."]
+    solved = [run.model_copy(update={"accuracy": {40: 1.0, 256: 1.0}}) for run in finished]
+    assert claims.verdict(claim, "parity", solved).holds is False
     assert claims.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
 
 
