@@ -94,7 +94,8 @@ def explain_module(
 ) -> ModuleExplanation:
     """List what a module runs on a device; see `explain`."""
     if not isinstance(module, Mixer | Layer | LanguageModel):
-        raise ConfigError(f"explain takes an UpdateSpec, a mixer, a layer or a model, got {cut(module)}")
+        hint = "; build it first" if hasattr(module, "build") else ""
+        raise ConfigError(f"explain takes an UpdateSpec, or a built mixer, layer or model, got {cut(module)}{hint}")
     if not isinstance(shape, tuple) or isinstance(shape, Shape) or len(shape) != 2:
         raise ConfigError(f"shape must be (B, T) for a module, got {cut(shape)}")
     for name, size in zip(("B", "T"), shape, strict=True):
