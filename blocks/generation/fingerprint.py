@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,10 +73,17 @@ def runs_python_code(model: TokenModel) -> bool:
 
 
 def _add(value: Any, result: Fingerprint) -> None:
-    """Append the value of an attribute. Objects compare by `==`, which for most is identity."""
+    """Append the value of an attribute.
+
+    An object that compares by identity is not kept alive, because it may refer to the model.
+    """
+    kind: Any = type(value)
     if isinstance(value, Tensor):
         _add_tensor(value, result)
-    elif isinstance(value, nn.Module):
+    elif isinstance(value, MethodType) and type(value.__self__).__weakrefoffset__:
+        _add_reference(value.__self__, result)
+        result.values.append(value.__func__)
+    elif isinstance(value, nn.Module) or (kind.__eq__ is object.__eq__ and kind.__weakrefoffset__):
         _add_reference(value, result)
     elif isinstance(value, Mapping):
         for item in itertools.chain.from_iterable(value.items()):

@@ -5,6 +5,7 @@ import sys
 import threading
 import weakref
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -325,3 +326,21 @@ def test_a_function_mode_and_a_global_hook_count_while_they_are_active(model, to
     assert sum(module is model.stack.norm for module in called) == 3
     assert torch.equal(generate(model, tokens(1, 5), temperature=0), plain)
     assert len(made) == 1
+
+
+def test_attributes_that_refer_to_a_model_do_not_keep_it_alive(build, spec, tokens, made):
+    class Callback:
+        def __init__(self, owner):
+            self.owner = owner
+
+    model = build(spec)
+    model.chat, model.callback = MethodType(lambda self: None, model), Callback(model)
+    model.stack.layers[0].hint = {"log": partial(print, model)}
+    wanted = generate(model, tokens(1, 5))
+    assert torch.equal(generate(model, tokens(1, 5)), wanted)
+    assert len(made) == 1
+    reference = weakref.ref(model)
+    made.clear()
+    del model
+    gc.collect()
+    assert reference() is None
