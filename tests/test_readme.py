@@ -112,7 +112,7 @@ def test_numbers_of_mixers() -> None:
     own = [name for name in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, name)[:9] == "deltazoo "]
     short = [name for name in own if len(inspect.getsource(config_class(name)).splitlines()) <= 40]
     text = " ".join(README.split())
-    assert f"{len(own)} in all" in text
+    assert f"# deltazoo {len(own)} token mixers for PyTorch" in text
     assert f"The config of {len(short)} of the {len(own)} mixers is a class of at most forty lines" in text
 
 

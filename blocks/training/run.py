@@ -118,8 +118,7 @@ class Run:
             progress("training", self.step, last)
             if self.step < last or not self.points:
                 first_call_s = self._warm_up(last, progress)
-            # a signal stops a run before the validation of its step
-            due = self.step % config.evaluation.every == 0 or self.step == last
+            due = self.step % config.evaluation.every == 0 or self.step == last  # a signal comes before the validation
             if not self.points or (due and self.points[-1].step != self.step):
                 self._add_point(on_point)
             interrupts.deferred = True
@@ -201,8 +200,7 @@ class Run:
         if self.device.type == "cuda" and mine["cuda"] is not None:  # None: the run was on another device
             torch.cuda.set_rng_state(decoded(mine["cuda"]), self.device)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, whose weights and buffers are not in 16 bits."""
+    def _tensors(self) -> dict[str, Tensor]:  # none in 16 bits
         buffers = {f"model.{name}": x.float() if x.dtype in _NARROW else x for name, x in self._buffers().items()}
         return self.optimizer.state() | buffers
 
