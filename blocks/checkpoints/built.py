@@ -10,35 +10,50 @@ from torch import nn
 from deltazoo.backends.io.errors import cut
 from deltazoo.blocks.model.mlp import HiddenWidth
 
-_OF_LAYERS = ("pattern", "layers", "mlp", "mlps")  # the built layers are compared
+_OF_LAYERS = ("pattern", "layers", "mlp", "mlps")  # the expanded layers are compared
 _PLAIN = (bool, int, float, str, torch.dtype)
 
 
 def first_difference(spec: Any, other: Any) -> str | None:
-    """Name the first setting in which the model of a `StackSpec` differs from that of another; None: they are equal."""
-    for field in type(spec).model_fields:
-        if field not in _OF_LAYERS and getattr(spec, field) != getattr(other, field):
-            return f"{field} must be {cut(getattr(other, field))}, got {cut(getattr(spec, field))}"
+    """Name the first setting in which the model of a `StackSpec` differs from that of another; None: they are equal.
+
+    Fields that both give must be equal. A field that is None in one of them has a default: the built models are equal
+    if it is the value of the other.
+    """
+    ours, theirs = dict(_given(spec)), dict(_given(other))
+    for name, value in ours.items():
+        if value is not None and theirs.get(name) not in (None, value):
+            return _must_be(name, theirs, ours)
     with torch.device("meta"):
         ours, theirs = (dict(_settings(one.build())) for one in (spec, other))
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in theirs:
-            return f"{name} must be none, got {cut(ours[name])}"
-        if name not in ours:
-            return f"{name} must be {cut(theirs[name])}, got none"
-        if ours[name] != theirs[name]:
-            return f"{name} must be {cut(theirs[name])}, got {cut(ours[name])}"
+    for name in ours | theirs:
+        if (name in ours, ours.get(name)) != (name in theirs, theirs.get(name)):
+            return _must_be(name, theirs, ours)
     return None
+
+
+def _must_be(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    wanted, got = (cut(one[name]) if name in one else "none" for one in (theirs, ours))
+    return f"{name} must be {wanted}, got {got}"
+
+
+def _given(spec: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of the stack and of its layers by name."""
+    for field in type(spec).model_fields:
+        if field not in _OF_LAYERS:
+            yield field, getattr(spec, field)
+    for i, layer in enumerate(spec.expand()):
+        for field in type(layer).model_fields:
+            yield from _leaves(f"layer {i}: {field}", getattr(layer, field))
 
 
 def _settings(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the classes, numbers, texts, configs and shapes of all modules by name."""
     for place, module in model.named_modules():
         prefix = f"{place}." if place else ""
-        if place:
-            yield place, type(module).__name__
+        yield place, type(module).__name__
         for name, value in vars(module).items():
-            if not name.startswith("_") and name not in ("training", "spec"):
+            if not name.startswith("_") and (prefix or name != "spec"):  # the model's spec may spell out defaults
                 yield from _leaves(prefix + name, value)
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
@@ -46,8 +61,9 @@ def _settings(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values in an attribute. The width of an MLP is in the shapes of its weights."""
+    """Yield the plain values in a value, and the classes of configs, but not an MLP's width, which its weights show."""
     if isinstance(value, BaseModel):
+        yield name, type(value).__name__
         for field in type(value).model_fields:
             if not (isinstance(value, HiddenWidth) and field in HiddenWidth.model_fields):
                 yield from _leaves(f"{name}.{field}", getattr(value, field))

@@ -310,7 +310,9 @@ def test_a_stack_outside_all_families_is_not_written(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "a")
     layer = Attention(heads=2, key_value_heads=2, head_width=8, norm_eps=1e-6, gate=True)
     model = StackSpec(width=16, depth=1, vocab=9, pattern=layer, mlp={"width": 8}).build()
-    with pytest.raises(ConfigError, match=r"'llama' of transformers:\n  llama: stack\.layers\.0\.mixers\.0.* must be"):
+    with pytest.raises(
+        ConfigError, match=r"'llama' of transformers:\n  llama: layer 0: mixer\.gate must be False, got"
+    ):
         model.save_pretrained(tmp_path / "a", model_type="llama")
     assert not (tmp_path / "a").exists()
     (tmp_path / "b").write_text("")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_configs import WIDTH, ZOO
 
 import deltazoo
 from deltazoo import StackSpec
@@ -26,7 +27,7 @@ def test_the_reasons_name_what_differs_and_no_exception(tmp_path):
     with pytest.raises(ConfigError) as caught:
         model.save_pretrained(tmp_path / "saved")
     lines = str(caught.value).splitlines()
-    assert "  gated_deltanet: stack.layers.0.mixers.0.outputs.norm.eps must be 1e-06, got 1e-05" in lines
+    assert "  gated_deltanet: layer 0: mixer.norm_eps must be 1e-06, got 1e-05" in lines
     assert lines[-1].startswith("  other layers or settings: ") and "llama" in lines[-1]
     assert not any(word in str(caught.value) for word in ("Error", "object", "class", "StopIteration"))
 
@@ -34,14 +35,12 @@ def test_the_reasons_name_what_differs_and_no_exception(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        (
-            {"pattern": Attention(heads=2, rotary_theta=5e3)},
-            "stack.layers.0.mixers.0.theta must be 5000.0, got 10000.0",
-        ),
-        ({"pattern": Attention(heads=4)}, "stack.layers.0.mixers.0.heads must be 4, got 2"),
-        ({"pattern": SlidingWindow(heads=2, window=8)}, "stack.layers.0.mixers.0.window must be 8, got None"),
+        ({"pattern": Attention(heads=2, rotary_theta=5e3)}, "layer 0: mixer.rotary_theta must be 5000.0, got 10000.0"),
+        ({"pattern": Attention(heads=4)}, "layer 0: mixer.heads must be 4, got 2"),
+        ({"pattern": Attention(heads=2, scale=0.3)}, "stack.layers.0.mixers.0.scale must be 0.3, got 0.17677"),
+        ({"pattern": SlidingWindow(heads=2, window=8)}, "layer 0: mixer must be 'SlidingWindow', got 'Attention'"),
         ({"mlp": {"width": 100}}, "stack.layers.0.mlp.to_hidden.out_features must be 200, got 384"),
-        ({"mlp": {"activation": "gelu"}}, "stack.layers.0.mlp.config.activation must be 'gelu', got 'silu'"),
+        ({"mlp": {"activation": "gelu"}}, "layer 0: mlp.activation must be 'gelu', got 'silu'"),
         ({"logit_cap": 30.0}, "logit_cap must be 30.0, got None"),
         ({"mlp": {"width": 192}}, None),
         ({"pattern": Attention(heads=2, key_value_heads=2, head_width=32)}, None),
@@ -53,3 +52,28 @@ def test_the_first_difference_of_two_models_is_named(changes, difference):
         spec, StackSpec(**{"width": 64, "depth": 2, "vocab": 256, "pattern": Attention(heads=2), **changes})
     )
     assert found is None if difference is None else str(found).startswith(difference), found
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_a_field_without_a_value_differs_or_has_no_effect(name):
+    """Values of the fields whose default is None."""
+    config = ZOO[name]
+    spec = StackSpec(width=WIDTH, depth=1, vocab=8, pattern=config)
+    for field in (field for field in type(config).model_fields if getattr(config, field) is None):
+        for value in (1, 2, 0.3, True, "head", "silu"):
+            try:
+                changed = type(config)(**{**dict(config), field: value})
+                other = StackSpec(width=WIDTH, depth=1, vocab=8, pattern=changed)
+                other.build()
+            except ConfigError:
+                continue
+            assert first_difference(spec, other) or torch.equal(logits(spec), logits(other)), (field, value)
+
+
+def logits(spec):
+    torch.manual_seed(0)
+    model = spec.build("reference").eval()
+    for weight in model.parameters():
+        weight.data += 0.3 * torch.randn_like(weight)
+    with torch.no_grad():
+        return model(torch.arange(6)[None] % 8)[0]
