@@ -171,6 +171,11 @@ def weights_of(model: LanguageModel) -> dict[str, Tensor]:
     return parameters | buffers
 
 
+def buffers_of(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the buffers that a state dict has, with the prefix of their names in a checkpoint."""
+    return {f"model.{name}": x for name, x in weights_of(model).items() if not isinstance(x, torch.nn.Parameter)}
+
+
 def load_weights(model: LanguageModel, loaded: Loaded) -> None:
     """Load the weights of a checkpoint into a model of one process.
 
@@ -180,7 +185,7 @@ def load_weights(model: LanguageModel, loaded: Loaded) -> None:
     surplus = sorted({name for name in loaded.entries if name.startswith("model.")} - {*weights})
     if surplus:
         raise ConfigError(f"the weights in {loaded.folder.name} do not fit {STACK}: {surplus[0]} is unknown")
-    load_tensors(loaded, weights, Ranks())
+    load_tensors(loaded, weights, buffers_of(model), Ranks())
     if problem := not_finite(loaded.folder, weights):
         raise ConfigError(problem)
 

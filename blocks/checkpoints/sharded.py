@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -285,11 +285,11 @@ def read_state(folder: Path, check: Callable[[int, int], bool] = lambda number, 
 _WIDE = (torch.float32, torch.float64)
 
 
-def load_tensors(loaded: Loaded, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+def load_tensors(loaded: Loaded, tensors: dict[str, Tensor], buffers: Collection[str], ranks: Ranks) -> None:
     """Read tensors in place, sharded or not, on any number of processes.
 
-    Raises: ConfigError: a tensor is missing, or has another shape or dtype; float32, float64, and bfloat16, which
-        buffers had before, are converted to float32 or float64.
+    Args: buffers: names of those that earlier versions saved in bfloat16; they are converted.
+    Raises: ConfigError: a tensor is missing, or has another shape or dtype; of float32 and float64 either is converted.
     """
     for name, tensor in tensors.items():
         entry, short = loaded.entries.get(name), name.removeprefix("model.")
@@ -298,7 +298,8 @@ def load_tensors(loaded: Loaded, tensors: dict[str, Tensor], ranks: Ranks) -> No
                 "is missing" if entry is None else f"must have shape {list(tensor.shape)}, got {list(entry.shape)}"
             )
             raise ConfigError(f"the weights in {loaded.folder.name} do not fit stack.yaml: {short} {problem}")
-        if entry.dtype != tensor.dtype and not (entry.dtype in (*_WIDE, torch.bfloat16) and tensor.dtype in _WIDE):
+        readable = (*_WIDE, torch.bfloat16) if name in buffers else _WIDE
+        if entry.dtype != tensor.dtype and not (entry.dtype in readable and tensor.dtype in _WIDE):
             raise ConfigError(
                 f"{short} in {loaded.folder.name} must be {tensor.dtype} like the model, got {entry.dtype}"
             )

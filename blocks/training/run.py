@@ -118,7 +118,8 @@ class Run:
             progress("training", self.step, last)
             if self.step < last or not self.points:
                 first_call_s = self._warm_up(last, progress)
-            due = self.step % config.evaluation.every == 0 or self.step == last  # a signal comes before the validation
+            # A signal stops a run before the validation of its step.
+            due = self.step % config.evaluation.every == 0 or self.step == last
             if not self.points or (due and self.points[-1].step != self.step):
                 self._add_point(on_point)
             interrupts.deferred = True
@@ -176,10 +177,11 @@ class Run:
         state = loaded.state
         self.optimizer.allocate({name: entry.shape for name, entry in loaded.entries.items()})
         tensors = self._tensors()
-        load_tensors(loaded, tensors, self.ranks)
+        buffers = checkpoint.buffers_of(self.model)
+        load_tensors(loaded, tensors, buffers, self.ranks)
         with torch.no_grad():
-            for name, buffer in self._buffers().items():
-                buffer.copy_(tensors[f"model.{name}"])
+            for name, buffer in buffers.items():
+                buffer.copy_(tensors[name])
         self.optimizer.copy_to_model()
         self._check_finite(loaded.folder, tensors)
         self.step = self.saved_step = state["step"]
@@ -200,14 +202,10 @@ class Run:
         if self.device.type == "cuda" and mine["cuda"] is not None:  # None: the run was on another device
             torch.cuda.set_rng_state(decoded(mine["cuda"]), self.device)
 
-    def _tensors(self) -> dict[str, Tensor]:  # none in 16 bits
-        buffers = {f"model.{name}": x.float() if x.dtype in _NARROW else x for name, x in self._buffers().items()}
-        return self.optimizer.state() | buffers
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {
-            name: x for name, x in checkpoint.weights_of(self.model).items() if not isinstance(x, torch.nn.Parameter)
-        }
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds, none of it in 16 bits."""
+        buffers = checkpoint.buffers_of(self.model)
+        return self.optimizer.state() | {name: x.float() if x.dtype in _NARROW else x for name, x in buffers.items()}
 
     def _save(self) -> None:
         """Write a checkpoint: the tensors are copied here, and written while the training continues."""
@@ -239,7 +237,7 @@ class Run:
         self.ranks.agree(checkpoint.not_finite(place, weights))
 
     def _kept(self, saved: int, steps: list[int]) -> set[int]:
-        """Return the checkpoints that stay: the last ones up to the one just saved, later ones, and the best."""
+        """Return the checkpoints that stay: the last ones up to the one just saved, later damaged ones, the best."""
         until = sum(step <= saved for step in steps)
         kept = {*steps[max(until - self.config.checkpoint.keep, 0) :]}
         losses = {point.step: point.validation_bits for point in self.points if point.step in steps}

@@ -105,7 +105,7 @@ def test_a_model_lists_its_loss_and_keeps_its_weights() -> None:
         (Mamba2().build(32), {"shape": (2,), "device": H200}, r"shape must be \(B, T\)"),
         (Mamba2().build(32), {"shape": (2, 0), "device": H200}, "T must be an integer >= 1"),
         (Mamba2().build(32), {"shape": (2, 3), "device": "NVIDIA H2000"}, "device name must be one of"),
-        (nn.Linear(2, 2), {"shape": (2, 3), "device": H200}, "takes an UpdateSpec, a mixer, a layer or a model"),
+        (nn.Linear(2, 2), {"shape": (2, 3), "device": H200}, "takes an UpdateSpec, or a built mixer, layer or model"),
         (UpdateSpec(), {}, "meta must be a deltazoo.UpdateMeta"),
     ],
 )

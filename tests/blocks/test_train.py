@@ -39,7 +39,7 @@ from deltazoo.blocks.data.text import even_crops, load_text, random_crops
 from deltazoo.blocks.model.compilation import compile_layers
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.parallel.ranks import Ranks
-from deltazoo.blocks.spec.stack_spec import StackSpec
+from deltazoo.blocks.spec.stack_spec import StackSpec, preset
 from deltazoo.blocks.training import tasks
 from deltazoo.blocks.training.config import TrainConfig
 from deltazoo.blocks.training.interrupts import TrainingInterrupted
@@ -76,7 +76,7 @@ def _checkpoint(folder):
     """Return the state and the tensors of the last checkpoint."""
     loaded = read_state(_last(folder))
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in loaded.entries.items()}
-    load_tensors(loaded, tensors, Ranks())
+    load_tensors(loaded, tensors, (), Ranks())
     return loaded.state, tensors
 
 
@@ -743,7 +743,7 @@ def test_weights_that_are_nan_are_refused(text, tmp_path):
             read()
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bfloat16])
 def test_weights_of_another_dtype_are_refused(text, uninterrupted, tmp_path, dtype):
     _copy(uninterrupted[0], tmp_path)
     state, tensors = _checkpoint(tmp_path)
@@ -751,6 +751,17 @@ def test_weights_of_another_dtype_are_refused(text, uninterrupted, tmp_path, dty
     for read in (lambda: load_model(tmp_path), lambda: resume(tmp_path, text)):
         with pytest.raises(ConfigError, match=rf"embedding\.weight .* must be torch\.float32 .*, got {dtype}"):
             read()
+
+
+def test_a_buffer_that_an_earlier_version_saved_in_bfloat16_is_converted(text, tmp_path):
+    train(preset("kimi-linear-tiny"), text, changed(CONFIG, steps=2), tmp_path)
+    state, tensors = _checkpoint(tmp_path)
+    narrow = {name: x.bfloat16() for name, x in tensors.items() if name.endswith("router.bias")}
+    assert narrow
+    _write(tmp_path, state, tensors | narrow)
+    weights = load_model(tmp_path).state_dict()
+    for name, buffer in narrow.items():
+        assert torch.equal(weights[name.removeprefix("model.")], buffer.float())
 
 
 def test_a_vocabulary_below_256_is_refused(text):
