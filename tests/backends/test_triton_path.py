@@ -5,6 +5,7 @@ B batch, T time, H query heads, G key-value heads, D key width, V value width, S
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,14 +33,33 @@ from deltazoo.mixers import PathAttention
 from deltazoo.mixers import path_attention as mixer_module
 from deltazoo.mixers.core.mixer import Context
 
-# o: half of it; gates: twice. float16 on a GPU: 4.04e-3, because products in TF32 round as much as the operands.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}  # o: half of it; gates: twice
 SCALE = 0.3
 TILES = {
     "tiles of 64": path_op.PathLaunch(64, 64, 4, 1),
     "tiles of 128": path_op.PathLaunch(128, 128, 4 if INTERPRETED else 8, 1),
     "tiles of 128 queries": path_op.PathLaunch(128, 64, 4, 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def products_in_tf32_truncate(monkeypatch):
+    """Let the interpreter drop the last 13 bits of float32 operands, as tensor cores do."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    def truncated(x):
+        return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) if x.dtype == np.float32 else x
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        operands = [np.ascontiguousarray(x.data) for x in (a, b)]
+        if input_precision == interpreter._ir.INPUT_PRECISION.TF32:
+            operands = [truncated(x) for x in operands]
+        product = np.matmul(*operands, dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 class Case(NamedTuple):
@@ -341,7 +361,7 @@ def test_a_second_derivative_is_refused():
 def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
     q = torch.ones(1, 2, 1, 16)
     assert refusals(q, q)  # a CPU
-    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
     for capability in ((9, 0), (8, 0)):
         device = DeviceSpec("a GPU", "cuda", capability, 4, 232448, "3.7.1")
         monkeypatch.setattr(DeviceSpec, "current", staticmethod(lambda _, device=device: device))

@@ -80,6 +80,7 @@ def path_prepare_kernel(k, w, beta, inverse, U, M, tree, cu, N, T, k_stride, tra
         U_t = dot_in_two_terms(X, w_t, PREC)
         store_tile(U + at * (C * D), U_t, i, i < C, D, D)
         store_square(M + at * (C * C), dot_in_two_terms(X, wk, PREC), C)
+        U_t = round_operand(U_t, PREC != "tf32")
         store_square(tree + at * (D * D), tl.dot(tl.trans(w_t), U_t, input_precision=PREC), D)
 
 
@@ -137,7 +138,7 @@ def path_move_kernel(
         w_t = load_tile(w + (row * G + g) * D, i, in_time, G * D, D, BD, True)
         at = tl.cast(slot * G + g, tl.int64)
         M_t = load_square(M + at * (C * C), C, C)
-        U_t = load_tile(U + at * (C * D), i, i < C, D, D, BD, D != BD).to(tl.float32)
+        U_t = round_operand(load_tile(U + at * (C * D), i, i < C, D, D, BD, D != BD).to(tl.float32), PREC != "tf32")
         causal = i[:, None] >= i[None, :]
         q_w = tl.where(causal, tl.dot(q_t, tl.trans(w_t), input_precision=PREC), 0.0)
         if o_local is not None:
@@ -153,7 +154,7 @@ def path_move_kernel(
             tl.store(lse_local + (row + i) * H + h, m + tl.log2(total), mask=in_time)
         a = t0 // C
         plane = token_rows(N, T, traits.PACKED) * (H * D)
-        q_f = q_t.to(tl.float32) - tl.dot(q_w, U_t, input_precision=PREC)
+        q_f = q_t.to(tl.float32) - tl.dot(round_operand(q_w, PREC != "tf32"), U_t, input_precision=PREC)
         below = tl.full([], 0, tl.int64)
         size = tl.full([], C, tl.int32)
         for level in range(LEVELS):
