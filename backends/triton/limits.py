@@ -75,16 +75,7 @@ def kernel_refusals(x: Tensor) -> list[str]:
         return ["it has no rule for the transforms of torch.func."]
     if x.numel() == 0:
         return ["it needs tensors with at least one number."]
-    device = device_type(x)
-    if runs_elementwise_kernels(device, x.device.index, x.dtype):
-        return []
-    return [*elementwise_refusals(device, x.device.index, x.dtype)]
-
-
-@constant_in_graphs
-def runs_elementwise_kernels(device_type: str, index: int | None, dtype: torch.dtype) -> bool:
-    """Whether the kernels beside the update run on a device: an NVIDIA GPU, not in float64."""
-    return not elementwise_refusals(device_type, index, dtype)
+    return [*elementwise_refusals(device_type(x), x.device.index, x.dtype)]
 
 
 @constant_in_graphs

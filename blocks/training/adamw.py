@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.triton.adamw.op import AdamWLaunch, AdamWNumbers, AdamWOperands
-from deltazoo.backends.triton.limits import runs_elementwise_kernels
+from deltazoo.backends.triton.limits import elementwise_refusals
 from deltazoo.blocks.training.config import OptimizerConfig
 
 
@@ -36,7 +36,7 @@ class KernelAdamW:
         """Whether the kernel updates a weight."""
         device = weight.device
         is_known = weight.dtype == torch.float32 and weight.is_contiguous()
-        return is_known and runs_elementwise_kernels(device.type, device.index, weight.dtype)
+        return is_known and not elementwise_refusals(device.type, device.index, weight.dtype)
 
     def update(self, updates: list[Update], scale: Tensor, skip: Tensor) -> None:
         """Update weights by gradients times `scale`, unless `skip` is 1; both are float32 scalars."""

@@ -143,7 +143,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 @needs_triton
 def test_an_mlp_can_be_vectorised(monkeypatch):
-    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
     mlp = Dense(width=12).build(6).to(DEVICE)
     x = draw(2, 3, 6, dtype=torch.float32)
     torch.testing.assert_close(torch.func.vmap(lambda x: mlp(x[None], None).y[0])(x), mlp(x, None).y)

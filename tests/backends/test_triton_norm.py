@@ -162,9 +162,11 @@ def test_a_layer_computes_the_same_with_and_without_the_kernels(hooked, monkeypa
     for parameter in layer.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     x = torch.randn(2, 5, 48).to(DEVICE)
-    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: False)
-    expected = run_layer(layer, x)
-    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ("this test runs plain torch.",))
+    with watch() as log:
+        expected = run_layer(layer, x)
+    assert "rms_norm_kernel" not in log.kernels
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
     calls = []
     outputs = layer.mixers[0].outputs
     parts = {"norm": layer.norm, "mlp_norm": layer.mlp_norm, "gate": outputs["gate"]}
@@ -183,7 +185,7 @@ def test_a_layer_computes_the_same_with_and_without_the_kernels(hooked, monkeypa
 def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
     x, weight = torch.ones(2, 8), torch.nn.Parameter(torch.ones(8))
     assert module.refusals(x, weight)  # a CPU
-    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
     assert not module.refusals(x, weight)
     assert module.refusals(x, torch.nn.Parameter(torch.ones(2, 8)))
     assert module.refusals(x, weight.detach())  # a subclass or a result of parameters has its own rules
@@ -196,7 +198,7 @@ def test_the_kernels_refuse_what_they_do_not_compute(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_offset_is_added_to_the_weights_in_float32(dtype, monkeypatch):
-    monkeypatch.setattr(limits, "runs_elementwise_kernels", lambda *_: True)
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
     norm = RMSNorm(24, EPS, offset=1.0).to(DEVICE, dtype)
     torch.nn.init.normal_(norm.weight, std=0.1)
     x, branch = draw(7, 24, dtype=dtype, seed=0), draw(7, 24, dtype=dtype, seed=1)
