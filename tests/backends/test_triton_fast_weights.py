@@ -90,6 +90,9 @@ def test_ttt_linear_and_its_gradients(case, width, size, dtype):
 )
 def test_the_neural_memory_and_its_gradients(case, widths, size, dtype, strong):
     x = draw_memory(case, widths, 1 if widths[0] == widths[1] else 2, strong, DEVICE)
+    if widths[0] != widths[1] and not INTERPRETED:
+        # Rates up to 1 give outputs of 1e6 and multiply a relative error of q, k, v by 4 to 21: too much for TF32.
+        x = x._replace(theta=(0.2 * x.theta).detach().requires_grad_())
 
     def run(x):
         o, state = neural_memory(x, size)
