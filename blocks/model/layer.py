@@ -17,6 +17,7 @@ from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.registry import resolve
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.blocks.model.checkpointing import Checkpointing, run_layer
 from deltazoo.blocks.model.mlp import Dense, Mlp
@@ -113,9 +114,11 @@ class LayerSpec(PlainDataModel, Term):
         """Build the module. Fields that are None have the defaults of `StackSpec`.
 
         Args: backend: overrides the backend of the layer.
-        Raises: ConfigError: a mixer does not fit the width.
+        Raises: ConfigError: a mixer does not fit the width; UnknownNameError: unknown backend.
         """
         mixer_backend = self.backend if backend is None else backend
+        if mixer_backend is not None:
+            resolve(mixer_backend)  # mixers without an update do not look it up
         mlp = Dense() if self.mlp is None else self.mlp
         mixers = [config.build(width, place, mixer_backend) for config in self.mixers]
         return Layer(self, width, mixers, None if mlp == "none" else mlp.build(width))

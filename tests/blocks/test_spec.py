@@ -41,6 +41,14 @@ NAMED = StackSpec(
 SMALL = {"width": 16, "depth": 3, "vocab": 29, "pattern": "gdn", "layers": {"gdn": GatedDeltaNet(heads=2)}}
 
 
+@pytest.mark.parametrize("given", ["stack", "argument"])
+def test_an_unknown_backend_is_refused_where_no_mixer_has_an_update(given):
+    name = {"backend": "refrence"}
+    spec = StackSpec(width=16, depth=1, vocab=9, pattern="attention(heads=1)", **(name if given == "stack" else {}))
+    with pytest.raises(UnknownNameError, match="unknown backend 'refrence'; did you mean 'reference'"):
+        spec.build(**(name if given == "argument" else {}))
+
+
 def test_python_yaml_and_json_give_equal_specs(tmp_path: Path):
     (tmp_path / "stack.yaml").write_text(YAML)
     (tmp_path / "stack.json").write_text(json.dumps(document.parse(YAML, ".yaml", "")))
