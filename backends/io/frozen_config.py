@@ -81,8 +81,9 @@ def describe_errors(path: tuple[str, ...], error: ValidationError, model: type[B
     sentences = []
     for problem in without_consequences(error):
         location = ".".join(map(str, (*path, *problem["loc"])))
-        if problem["type"] == "extra_forbidden" and model is not None and len(problem["loc"]) == 1:
-            sentences.append(_unknown_field(location, str(problem["loc"][0]), model))
+        owner = _nested_model(model, problem["loc"][:-1])
+        if problem["type"] == "extra_forbidden" and owner is not None:
+            sentences.append(_unknown_field(location, str(problem["loc"][-1]), owner))
             continue
         sentence = describe_invalid(location, problem["msg"])
         # A "value_error" comes from a validator of this package, whose sentence already contains the value.
@@ -99,6 +100,16 @@ def without_consequences(error: ValidationError) -> list[ErrorDetails]:
     problems = error.errors()
     invalid = {problem["loc"][:n] for problem in problems for n in range(len(problem["loc"]))}
     return [problem for problem in problems if not (problem["type"] == "too_short" and problem["loc"] in invalid)]
+
+
+def _nested_model(model: type[BaseModel] | None, names: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """Return the class of the config that the names of nested fields lead to; None if they lead to something else."""
+    for name in names:
+        info = None if model is None else model.model_fields.get(str(name))
+        model = None if info is None else info.annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return None
+    return model
 
 
 def _unknown_field(location: str, field: str, model: type[BaseModel]) -> str:

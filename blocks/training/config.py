@@ -56,6 +56,8 @@ class BatchConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
+        if self.tokens is not None and self.rows != BatchConfig.model_fields["rows"].default:
+            raise ValueError(f"rows and tokens must not both be given, got {self.rows} and {self.tokens}")
         if self.tokens is not None and self.tokens % self.length:
             raise ValueError(f"tokens must be a multiple of length = {self.length}, got {self.tokens}")
         return self

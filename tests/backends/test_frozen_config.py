@@ -36,6 +36,14 @@ CASES = {
     "two fields": (lambda: GatedDeltaNet(heads=0, key_width="x"), "heads must be at least 1, got 0; key_width must"),
     "unknown field of an MLP": (lambda: Dense(widht=3), "Dense: widht: unknown field; did you mean 'width'?"),
     "unknown field of settings": (lambda: TrainConfig(step=3), "TrainConfig: step: unknown field; did you mean"),
+    "unknown field of nested settings": (
+        lambda: TrainConfig(batch={"row": 3}),
+        "TrainConfig: batch.row: unknown field; did you mean 'rows'?",
+    ),
+    "rows and tokens of a batch": (
+        lambda: TrainConfig(batch={"rows": 16, "tokens": 4096}),
+        "rows and tokens must not both be given, got 16 and 4096",
+    ),
     "true as an integer": (lambda: GatedDeltaNet(heads=True), "GatedDeltaNet: heads must be an integer, got True"),
     "true as a number": (lambda: Dense(ratio=True), "Dense: ratio must be a number, got True"),
     "true as a width": (lambda: StackSpec(width=True, depth=1, vocab=9, pattern="kda"), "width must be an integer"),
