@@ -190,7 +190,16 @@ def _list(as_json: bool) -> None:
         }
         print_json({"tasks": tasks, "claims": {name: claim._asdict() for name, claim in CLAIMS.items()}})
         return
-    rows = [(name, task.about, task.source, task.published) for name, task in TASKS.items()]
-    print_table(["task", "", "source", "published"], rows, pipe_width=140)
+    rows = [
+        (name, task.about, f"{task.length:,}", f"{task.lengths[-1]:,}", f"{task.depth} x {task.width}", f"{task.steps:,}")
+        for name, task in TASKS.items()
+    ]
+    print_table(["task", "", ">length", ">tested to", ">layers x width", ">steps"], rows, pipe_width=140)
+    print_line()
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, task in TASKS.items():
+        names.setdefault((task.source, task.published), []).append(name)
+    rows = [(", ".join(group), *texts) for texts, group in names.items()]
+    print_table(["tasks", "source", "published"], rows, pipe_width=140)
     print_line()
     print_table(["claim", ""], [(name, claim.sentence) for name, claim in CLAIMS.items()], pipe_width=140)

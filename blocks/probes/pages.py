@@ -90,8 +90,8 @@ def _sections(runs: Sequence[Run]) -> list[_Section]:
     """Return the tables of the index: the main one, short rows, groups of tasks, and what belongs to none."""
     main, short = table.of_table(runs), table.of_short_rows(runs)
     empty, cells_of_tables = table.missing(runs), len(table.wanted())
-    absent = f" An empty cell has not been run. Of this table and the next one {empty} of {cells_of_tables} are empty."
-    sections = [_Section("The table", (absent if empty else "").strip(), _scores(main))]
+    absent = f"An empty cell has not been run. Of this table and the next one {empty} of {cells_of_tables} are empty."
+    sections = [_Section("The table", absent if empty else "", _scores(main))]
     shown = [*main, *short]
     if short:
         about = "Small models, one learning rate and one seed, on a CPU: the sizes of `make test-evidence`."

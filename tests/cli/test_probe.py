@@ -27,6 +27,9 @@ def test_probe_lists_every_task_and_claim(ok):
     assert set(listed["tasks"]) == set(TASKS)
     assert set(listed["claims"]) == set(CLAIMS)
     assert all(TASKS[name].source == task["source"] for name, task in listed["tasks"].items())
+    printed = ok("probe", "--list").out
+    assert {*TASKS, *CLAIMS} <= {line.split()[0].strip(",") for line in printed.splitlines() if line.split()}
+    assert printed.count(TASKS["s3"].source[:20]) == 1
 
 
 def test_a_claim_excludes_mixers_and_tasks(run):
