@@ -97,7 +97,7 @@ def floor_bytes(model, batch, context):
 def per_token(generate, many=MANY, repeats=5):
     """Milliseconds per token: the median difference of two calls, so that the prompt does not count."""
     generate(FEW)
-    differences = [-seconds(lambda: generate(FEW)) + seconds(lambda: generate(many)) for _ in range(repeats)]
+    differences = [seconds(lambda: generate(many)) - seconds(lambda: generate(FEW)) for _ in range(repeats)]
     return 1e3 * statistics.median(differences) / (many - FEW)
 
 
