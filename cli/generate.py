@@ -89,11 +89,14 @@ def command(
         stop=tuple(stop or ()),
         seed=seed,
     )
-    if (prompts is None) != (out is None) or (prompts is None and slots is not None):
-        raise typer.BadParameter("--prompts and --out need each other, and --slots needs both")
-    if prompts is not None and out is not None:
+    for name, value in (("--out", out), ("--slots", slots)):
+        if value is not None and prompts is None:
+            raise typer.BadParameter(f"{name} {value} needs --prompts FILE")
+    if prompts is not None:
         if prompt is not None or prompt_file is not None:
             raise typer.BadParameter("give one of --prompt, --prompt-file and --prompts, got several")
+        if out is None:
+            raise typer.BadParameter(f"--prompts {prompts} needs --out FILE for the results")
         model = deltazoo.load(checkpoint, device, backend, trust)
         with progress() as show:
             result = generate_file(model, prompts, out, sampling, slots or 16, bool(compile), show, speculate)

@@ -28,8 +28,7 @@ def test_data_writes_and_shows_documents(run, tmp_path):
 
 def test_data_without_a_tokenizer_or_a_folder_is_refused(run, tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    assert "give --tokenizer FILE, or --tokenizer bytes, and --out" in " ".join(
-        run("data", tmp_path / "a.txt").err.split()
-    )
+    assert "missing --tokenizer: a tokenizer.json or the word bytes" in run("data", tmp_path / "a.txt").err
+    assert "missing --out: the folder to create" in run("data", tmp_path / "a.txt", "--tokenizer", "bytes").err
     error = run("data", tmp_path / "a.txt", "--tokenizer", tmp_path / "b.json", "--out", tmp_path / "x").err
     assert f"cannot read the tokenizer {tmp_path / 'b.json'}: no such file" in error
