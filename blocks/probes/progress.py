@@ -22,7 +22,7 @@ from deltazoo.blocks.probes.trainer import EAGER_STEPS, Trainer
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
 _POINTS = 10  # evaluations during a run
-_TURN = 25  # steps of a run before the next run continues
+_TURN = 25  # steps of a run on a GPU before the next run continues
 _CHECK_TOKENS = 2**14  # of an evaluation during a run, at each length
 _layers: dict[Hashable, CompiledLayers] = {}  # by kinds of layers and width
 
@@ -55,9 +55,10 @@ class Member:
             self.trainer.read(self.trainer.queue_scores(_CHECK_TOKENS))
 
     def queue_steps(self) -> None:
-        """Take a turn of steps, up to the next evaluation."""
+        """Take a turn of steps, up to the next evaluation. On a CPU a turn is one step, so that a budget ends in time."""
         step = self.trainer.step
-        self.trainer.train(min(step + _TURN, next(bound for bound in self.bounds if bound > step)))
+        turn = _TURN if self.trainer.is_cuda else 1
+        self.trainer.train(min(step + turn, next(bound for bound in self.bounds if bound > step)))
 
     def queue_evaluation(self) -> None:
         """Evaluate the model if that is due. On a GPU the call returns before the figures are computed."""
