@@ -78,7 +78,9 @@ def command(
         _show(sources, part.value, first, number, as_json)
         return
     if tokenizer is None or out is None:
-        missing = "--tokenizer: a tokenizer.json or the word bytes" if tokenizer is None else "--out: the folder to create"
+        missing = (
+            "--tokenizer: a tokenizer.json or the word bytes" if tokenizer is None else "--out: the folder to create"
+        )
         raise typer.BadParameter(f"missing {missing}; --show prints an existing folder")
     from deltazoo.blocks.data.preview import summary_lines
     from deltazoo.blocks.data.writing import ShardConfig, write_shards

@@ -113,7 +113,7 @@ def command(
         chosen_claim = CLAIMS[claim]
         products = [(chosen_claim.mixers, chosen_claim.tasks)]
     elif table:
-        products = [(MIXERS, TASKS), (tuple(others()), SHORT_TASKS)]
+        products = [(MIXERS, TASKS), (tuple(others()), tuple(SHORT_TASKS))]
     else:
         chosen = split(mixers) or ["gated_deltanet", "kda", "mamba2", "attention"]
         products = [(tuple(chosen), tuple(split(tasks) or ["parity", "s3", "mqar_short"]))]
@@ -191,7 +191,14 @@ def _list(as_json: bool) -> None:
         print_json({"tasks": tasks, "claims": {name: claim._asdict() for name, claim in CLAIMS.items()}})
         return
     rows = [
-        (name, task.about, f"{task.length:,}", f"{task.lengths[-1]:,}", f"{task.depth} x {task.width}", f"{task.steps:,}")
+        (
+            name,
+            task.about,
+            f"{task.length:,}",
+            f"{task.lengths[-1]:,}",
+            f"{task.depth} x {task.width}",
+            f"{task.steps:,}",
+        )
         for name, task in TASKS.items()
     ]
     print_table(["task", "", ">length", ">tested to", ">layers x width", ">steps"], rows, pipe_width=140)

@@ -55,7 +55,7 @@ class Member:
             self.trainer.read(self.trainer.queue_scores(_CHECK_TOKENS))
 
     def queue_steps(self) -> None:
-        """Take a turn of steps, up to the next evaluation. On a CPU a turn is one step, so that a budget ends in time."""
+        """Take a turn of steps, up to the next evaluation. A CPU takes one, so that a budget ends in time."""
         step = self.trainer.step
         turn = _TURN if self.trainer.is_cuda else 1
         self.trainer.train(min(step + turn, next(bound for bound in self.bounds if bound > step)))
