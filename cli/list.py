@@ -93,7 +93,7 @@ def _print_evidence(as_json: bool) -> None:
     if as_json:
         print_json([cell._asdict() for cell in cells(runs).values()])
         return
-    for part in (of_table(runs), of_short_rows(runs)):
+    for part in (of_table(runs), *of_short_rows(runs)):
         table = score_table(part)
         print_table(table.columns, table.rows, one_line=True)
         print_line()

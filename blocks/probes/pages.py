@@ -88,14 +88,19 @@ def page(name: str, runs: Sequence[Run]) -> str:
 
 def _sections(runs: Sequence[Run]) -> list[_Section]:
     """Return the tables of the index: the main one, short rows, groups of tasks, and what belongs to none."""
-    main, short = table.of_table(runs), table.of_short_rows(runs)
+    main, (on_cpu, on_gpu) = table.of_table(runs), table.of_short_rows(runs)
     empty, cells_of_tables = table.missing(runs), len(table.wanted())
-    absent = f"An empty cell has not been run. Of this table and the next one {empty} of {cells_of_tables} are empty."
+    absent = (
+        f"An empty cell has not been run. Of {cells_of_tables} cells of this table and of the short rows below, which "
+        f"are run on a CPU or on a GPU, {empty} are empty."
+    )
     sections = [_Section("The table", absent if empty else "", _scores(main))]
-    shown = [*main, *short]
-    if short:
-        about = "Small models, one learning rate and one seed, on a CPU: the sizes of `make test-evidence`."
-        sections.append(_Section("Other mixers on a CPU, small sizes", about, _scores(short)))
+    shown = [*main, *on_cpu, *on_gpu]
+    small = "Small models, one learning rate and one seed, on a CPU: the sizes of `make test-evidence`."
+    if on_cpu:
+        sections.append(_Section("Other mixers on a CPU, small sizes", small, _scores(on_cpu)))
+    if on_gpu:
+        sections.append(_Section("Other mixers on a GPU, shortened settings", "", _scores(on_gpu)))
     for heading, tasks in table.GROUPS.items():
         group = [run for run in runs if run.task in tasks]
         if group:

@@ -276,11 +276,13 @@ def test_the_table_names_mixers_and_tasks_that_exist(finished):
             assert probe_stack(mixer, TASKS[name]).depth == TASKS[name].depth
     mixers = ("s4d", "lru", "deltanet(gate=true)")
     runs = [run.model_copy(update={"mixer": mixer}) for run in finished[:1] for mixer in mixers]
-    short = runs[1].model_copy(update={"task": table.SHORT_TASKS[0]})
-    assert table.of_table([*runs, short]) == runs[:1]
-    assert table.of_short_rows([*runs, short]) == [short]
-    assert table.missing([*runs, short]) == len(table.wanted()) - 2
-    assert {*table.MIXERS, *table.others()} >= {*registry.names(registry.MIXERS)}
+    on_cpu, on_gpu = (runs[1].model_copy(update={"task": name}) for name in next(iter(table.SHORT_TASKS.items())))
+    assert table.of_table([*runs, on_cpu, on_gpu]) == runs[:1]
+    assert table.of_short_rows([*runs, on_cpu, on_gpu]) == ([on_cpu], [on_gpu])
+    for short in ([on_cpu], [on_gpu], [on_cpu, on_gpu]):
+        assert table.missing([*runs, *short]) == len(table.wanted()) - 2
+    built_in = {each for each in registry.names(registry.MIXERS) if registry.is_built_in(registry.MIXERS, each)}
+    assert {*table.MIXERS, *table.others()} >= built_in
 
 
 def test_models_of_a_spec_share_compiled_layers():
