@@ -9,10 +9,11 @@ from deltazoo.backends.io.markdown_text import WIDTH, wrap_prose
 
 ROOT = Path(deltazoo.__file__).resolve().parent
 COMMAND = "python tests/docs/test_markdown.py"
+WRITTEN = {"build", "dist", "reports", "runs"}  # by commands, see .gitignore
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
-    if not any(part == "build" or part.startswith(".") for part in path.relative_to(ROOT).parts)
+    if not any(part in WRITTEN or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 
 CASES = {
