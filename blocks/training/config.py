@@ -44,7 +44,7 @@ class BatchConfig(FrozenConfig):
     Args:
         rows: sequences per step, over all processes.
         length: tokens per sequence.
-        tokens: tokens per step, instead of `rows`; a multiple of `length`.
+        tokens: tokens per step, a multiple of `length`; if given, `rows` does not count.
         micro_rows: sequences per forward pass of a process. A step then accumulates the gradients of several passes,
             weighted by their number of targets. None: one pass.
     """
@@ -56,8 +56,6 @@ class BatchConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
-        if self.tokens is not None and self.rows != BatchConfig.model_fields["rows"].default:
-            raise ValueError(f"rows and tokens must not both be given, got {self.rows} and {self.tokens}")
         if self.tokens is not None and self.tokens % self.length:
             raise ValueError(f"tokens must be a multiple of length = {self.length}, got {self.tokens}")
         return self

@@ -40,10 +40,6 @@ CASES = {
         lambda: TrainConfig(batch={"row": 3}),
         "TrainConfig: batch.row: unknown field; did you mean 'rows'?",
     ),
-    "rows and tokens of a batch": (
-        lambda: TrainConfig(batch={"rows": 16, "tokens": 4096}),
-        "rows and tokens must not both be given, got 16 and 4096",
-    ),
     "true as an integer": (lambda: GatedDeltaNet(heads=True), "GatedDeltaNet: heads must be an integer, got True"),
     "true as a number": (lambda: Dense(ratio=True), "Dense: ratio must be a number, got True"),
     "true as a width": (lambda: StackSpec(width=True, depth=1, vocab=9, pattern="kda"), "width must be an integer"),
