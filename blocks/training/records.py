@@ -123,11 +123,11 @@ class Training(BaseModel):
 
     @property
     def validation_bits(self) -> float:
-        """Validation loss of the last point, in bits per byte."""
+        """Validation loss of the last point, in bits per token."""
         return self.points[-1].validation_bits
 
     def line(self) -> str:
         """Format the last point as one line."""
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:,.0f} tokens/s"
         last = self.points[-1]
-        return f"{last.validation_bits:.3f} bits per byte on validation after {last.step} steps{speed}"
+        return f"{last.validation_bits:.3f} bits per token on validation after {last.step} steps{speed}"

@@ -8,8 +8,8 @@ from deltazoo.cli.terminal.output import print_piece, rule
 if TYPE_CHECKING:
     from deltazoo.blocks.training.records import Point
 
-_TITLES = ("step", "train", "validation, bits per byte", "tokens/s")
-_WIDTHS = (7, 6, 25, 9)
+_TITLES = ("step", "train", "validation, bits per token", "tokens/s")
+_WIDTHS = (7, 6, 26, 9)
 
 
 class TrainingRows:

@@ -98,7 +98,7 @@ def _records(folder):
 
 
 def validation_bits(model, text):
-    """The validation loss of a model in bits per byte, on the batches of CONFIG."""
+    """The validation loss of a model in bits per token, on the batches of CONFIG."""
     batches = even_crops(text.validation, 2, 12, 2)
     with torch.no_grad():
         return fmean(float(model.loss(*batch)) for batch in batches) / math.log(2)
@@ -254,7 +254,7 @@ def test_a_loaded_model_has_the_validation_loss_of_the_run(text, uninterrupted):
     assert validation_bits(model, text) == pytest.approx(training.validation_bits, rel=1e-6)
 
 
-def test_auxiliary_losses_are_logged_and_left_out_of_bits_per_byte(text):
+def test_auxiliary_losses_are_logged_and_left_out_of_bits_per_token(text):
     mom = MoM(memory=LinearAttention(heads=1), memories=2, active=1, balance=0.5)
     spec = StackSpec(width=16, depth=2, vocab=256, pattern=mom, mlp={"width": 16})
     config = changed(CONFIG, steps=2, evaluation__every=2)

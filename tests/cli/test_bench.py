@@ -509,7 +509,7 @@ def test_demo_prints_the_results_of_its_report(ok, text_file, tmp_path, monkeypa
     assert (result["config"]["train"]["steps"], result["config"]["sampling"]["seed"]) == (2, 4)
     training = result["trainings"]["gated-deltanet-h1-small"]
     printed = ok("demo", *options).out
-    assert f"{training['points'][-1]['validation_bits']:.3f} bits per byte" in printed
+    assert f"{training['points'][-1]['validation_bits']:.3f} bits per token" in printed
     title, head, _, *rows = printed.splitlines()[: 3 + len(training["points"])]
     assert (title, head.split()[:2]) == ("gated-deltanet-h1-small", ["step", "train"])
     last = [f"{point['validation_bits']:.3f}" for point in training["points"]]

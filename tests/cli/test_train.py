@@ -72,7 +72,7 @@ def test_a_resumed_run_can_stop_compiling(ok, stack_file, text_file, tmp_path, m
 def test_the_last_line_holds_the_last_validation_loss(ok, folder):
     result = ok("train", "--resume", folder, "--json").json
     printed = ok("train", "--resume", folder).out
-    assert f"{result['points'][-1]['validation_bits']:.3f} bits per byte on validation after 6 steps" in printed
+    assert f"{result['points'][-1]['validation_bits']:.3f} bits per token on validation after 6 steps" in printed
 
 
 def test_the_default_folder_is_named_after_the_stack(ok, stack_file, text_file, tmp_path, monkeypatch):
@@ -192,7 +192,7 @@ def test_rows_arrive_at_once_and_a_second_run_in_the_folder_is_refused(
     command = [sys.executable, "-c", "from deltazoo.cli import main; main()", *map(str, train), "--steps", "100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(5)]  # the process goes on
-    assert lines[0].split() == ["step", "train", "validation,", "bits", "per", "byte", "tokens/s"]
+    assert lines[0].split() == ["step", "train", "validation,", "bits", "per", "token", "tokens/s"]
     assert [line.split()[0] for line in lines[2:]] == ["0", "2", "4"]
     refused = run("train", "--resume", folder)
     assert refused.code == 2
