@@ -92,16 +92,14 @@ def check_run(model: LanguageModel, source: RowSource, config: TrainConfig, fold
     if model.spec.vocab < source.least_vocab:
         kind = "bytes" if source.dense else "these data"
         raise ConfigError(f"vocab must be at least {source.least_vocab} to train on {kind}, got {model.spec.vocab}")
-    if isinstance(source, ShardSource) and model.tokenizer is not None:
-        path = model.tokenizer.folder / TOKENIZER
-        index = source.shards["train"][0].index
-        if path.is_file() and index.tokenizer.name == TOKENIZER:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            if digest != index.tokenizer.digest:
-                raise ConfigError(
-                    f"{source.origin.source} must be encoded by the tokenizer of the model: deltazoo data SOURCE "
-                    f"--tokenizer {path}, got another tokenizer"
-                )
+    if model.tokenizer is not None and (path := model.tokenizer.folder / TOKENIZER).is_file():
+        tokenizer = source.shards["train"][0].index.tokenizer if isinstance(source, ShardSource) else None
+        if tokenizer is None or tokenizer.digest != hashlib.sha256(path.read_bytes()).hexdigest():
+            got = "bytes" if tokenizer is None or tokenizer.name != TOKENIZER else "another tokenizer"
+            raise ConfigError(
+                f"{source.origin.source} must be encoded by the tokenizer of the model: deltazoo data SOURCE "
+                f"--tokenizer {path}, got {got}"
+            )
     if config.checkpoint.pretrained:
         choose_family(model.spec, model.origin.model_type if model.origin else None)
     if folder is not None:

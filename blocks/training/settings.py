@@ -6,7 +6,7 @@ from typing import Any
 
 from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.blocks.spec import document
-from deltazoo.blocks.training.config import DataConfig, RunSettings, TrainConfig, check_names
+from deltazoo.blocks.training.config import RunSettings, TrainConfig, check_names
 from deltazoo.blocks.training.nested import flat, merged
 
 
@@ -25,7 +25,7 @@ def read_config(
         if {*data} == {"train", "text"}:  # the train.yaml of a run, whose text may have been an argument
             run = RunSettings.parse(data, file)
             data = run.train.model_dump()
-            if run.train.data == DataConfig():
+            if run.train.data.path is None and not run.train.data.mixture:
                 data["data"]["path"] = run.text.path
         _check(data, str(file))
     for setting in settings or ():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.blocks.data.loader import Batch, Loader
 from deltazoo.blocks.data.order import Mixture, Source
 from deltazoo.blocks.data.prefetch import Prefetch
@@ -204,7 +204,10 @@ class ShardSource(RowSource):
 
 def open_source(text: Text | str | Path | None, data: DataConfig) -> RowSource:
     """Open the text of a run: `text`, or if it is None what the settings name. Raises: ConfigError."""
-    if text is None and data.mixture:
+    if data.mixture:
+        if text is not None:
+            given = text.source if isinstance(text, Text) else text
+            raise ConfigError(f"text and data.mixture must not both be given, got {given} and {cut(data.mixture)}")
         return ShardSource(data)
     found = data.path if text is None else text
     if isinstance(found, str | Path) and Path(found).is_dir():
@@ -222,7 +225,7 @@ def source_of_run(settings: RunSettings, text: Text | str | Path | None, file: o
     path = origin.path if text is None else text
     if not data.mixture and not (isinstance(path, str | Path) and Path(path).is_dir()):
         return ByteSource(text_of_run(settings, None if text is None else as_text(text), file))
-    source = open_source(None if data.mixture and text is None else path, data)
+    source = open_source(text if data.mixture else path, data)
     if source.origin.digest != origin.digest:
         raise ConfigError(f"the data in {source.origin.source} have changed since the run was trained on them")
     return source

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import training_cases
+from tokenizers import Tokenizer, models
 from training_cases import SPEC
 
 import deltazoo
@@ -16,12 +17,15 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.progress import silent
 from deltazoo.blocks.checkpoints.sharded import saved_steps
 from deltazoo.blocks.data.shards import open_shards
+from deltazoo.blocks.data.tokenizer import read_tokenizer
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.blocks.training.config import DataConfig
 from deltazoo.blocks.training.optimizer import Optimizer
 from deltazoo.blocks.training.positions import PositionSums, ranges_of
+from deltazoo.blocks.training.preparation import check_run
 from deltazoo.blocks.training.run import Run
+from deltazoo.blocks.training.settings import read_config
 from deltazoo.blocks.training.source import Place, Rows, ShardSource, open_source
 from deltazoo.blocks.training.step import Stepper
 from deltazoo.blocks.training.tasks import resume
@@ -149,6 +153,33 @@ def test_a_mixture_trains(sums, tmp_path):
     config = changed(data__mixture={str(sums): 1.0, str(tmp_path / "ones"): 3.0})
     assert train(None, config, tmp_path / "run").points[-1].step == 4
     assert resume(tmp_path / "run", changes={"steps": 5}, progress=silent).points[-1].step == 5
+
+
+def test_a_text_beside_a_mixture_is_refused(sums, text, tmp_path):
+    config = changed(data__mixture={str(sums): 1.0})
+    for given in (sums, text):
+        with pytest.raises(ConfigError, match=r"text and data\.mixture must not both be given, got .* and {"):
+            train(given, config)
+    train(None, config, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"text and data\.mixture must not both be given"):
+        resume(tmp_path / "run", text)
+
+
+def test_the_settings_of_a_run_name_its_data_for_a_new_run(sums, tmp_path):
+    train(sums, changed(data__row_end="whole", steps=1), tmp_path / "run")
+    data = read_config(tmp_path / "run" / "train.yaml", None, {})["data"]
+    assert (data["path"], data["row_end"]) == (str(sums), "whole")
+
+
+def test_text_that_is_not_encoded_by_the_tokenizer_of_the_model_is_refused(sums, text, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
+    model = SPEC.build("reference")
+    model.tokenizer = read_tokenizer(tmp_path, {}, SPEC.vocab)
+    for given in (sums, text):
+        source = open_source(given, DataConfig())
+        check_run(SPEC.build("reference"), source, CONFIG, None)
+        with pytest.raises(ConfigError, match=r"must be encoded by the tokenizer of the model: .*, got bytes"):
+            check_run(model, source, CONFIG, None)
 
 
 def test_muon_updates_the_matrices_of_layers_only_and_resumes(text, tmp_path):
