@@ -109,7 +109,10 @@ def make_encoder(tokenizer: str, end: str | None = None) -> Encoder:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Read a tokenizer.json. Raises: ConfigError: it is missing or damaged, or the package tokenizers is."""
+    """Read a tokenizer.json, without the truncation and padding that it may store.
+
+    Raises: ConfigError: it is missing or damaged, or the package tokenizers is missing.
+    """
     if not path.is_file():
         raise ConfigError(f"cannot read the tokenizer {path}: no such file")
     try:
@@ -117,9 +120,12 @@ def load_tokenizer(path: Path) -> Any:
     except ImportError as error:
         raise ConfigError(f"{path} needs the package tokenizers: pip install 'deltazoo[data]'") from error
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises Exception
         raise ConfigError(f"{path} is damaged: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _end_of_config(folder: Path) -> str | None:

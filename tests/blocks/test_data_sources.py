@@ -1,0 +1,47 @@
+"""Token shards: the files that sources name, and the tokens of their documents."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltazoo.blocks.data.shards import TokenShards, open_shards
+from deltazoo.blocks.data.tokenizer import Tokenizer
+from deltazoo.blocks.data.writing import ShardConfig, write_shards
+
+WORDS = ("<end>", "<unk>", "red", "green", "blue")
+END, RED, GREEN, BLUE = 0, 2, 3, 4
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """A tokenizer of `WORDS`, which adds nothing to a text."""
+    tokenizers = pytest.importorskip("tokenizers", reason="deltazoo[data] is not installed")
+    vocabulary = {word: n for n, word in enumerate(WORDS)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+def written(folder: Path, tokenizer: Any, *lines: dict[str, str]) -> TokenShards:
+    """Write the JSON lines, the tokenizer and the data folder of both."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = ShardConfig(tokenizer=str(folder), end="<end>", fields=tuple(lines[0]))
+    write_shards([folder / "a.jsonl"], folder / "data", config, processes=1)
+    return open_shards(folder / "data")
+
+
+def documents(shards: TokenShards) -> list[list[int]]:
+    return [shards.document(n).tolist() for n in range(shards.documents)]
+
+
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=3, pad_id=BLUE)
+    shards = written(tmp_path, tokenizer, {"text": "red green blue green"}, {"text": "red"})
+    assert documents(shards) == [[RED, GREEN, BLUE, GREEN, END], [RED, END]]
+    assert Tokenizer(tmp_path).encode("red green blue green") == [RED, GREEN, BLUE, GREEN]
+    assert Tokenizer(tmp_path).encode("red") == [RED]
