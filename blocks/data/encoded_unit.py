@@ -68,7 +68,6 @@ def encode_unit(task: UnitTask, encoder: Encoder, encoding: Encoding) -> int:
     """Write the file of one unit, at once, and return the number of its documents. Raises: ConfigError."""
     origin = encoder.origin
     dtype = token_dtype(origin.vocab)
-    ending = np.array([] if origin.end is None else [origin.end], dtype)
     tokens: list[NDArray[np.uint16 | np.uint32]] = []
     counts: list[tuple[int, int, int]] = []
     keys: list[float] = []
@@ -77,6 +76,8 @@ def encode_unit(task: UnitTask, encoder: Encoder, encoding: Encoding) -> int:
         if not len(document.tokens):
             skipped += 1
             continue
+        is_ended = origin.end is None or document.tokens[-1] == origin.end
+        ending = np.array([] if is_ended else [origin.end], dtype)
         tokens += [document.tokens.astype(dtype), ending]
         counts.append((len(document.tokens) + len(ending), document.prompt, document.text_bytes))
         keys.append(_fraction(document.key))

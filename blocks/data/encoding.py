@@ -27,7 +27,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str], is_start: bool = True) -> list[NDArray[np.int64]]:
-        """Return the tokens of each text, without the end token.
+        """Return the tokens of each text. No end token is added.
 
         Args: is_start: add the tokens that the tokenizer puts before a text.
         """
@@ -75,7 +75,11 @@ class FileEncoder(Encoder):
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=is_start)
         tokens = [np.array(encoding.ids, np.int64) for encoding in found]
         end = self.origin.end
-        return [ids[:-1] if len(ids) and ids[-1] == end and is_start else ids for ids in tokens]
+        return [
+            # the mask is 1 for the tokens that the tokenizer adds, 0 for special tokens within the text
+            ids[:-1] if len(ids) and ids[-1] == end and encoding.special_tokens_mask[-1] else ids
+            for ids, encoding in zip(tokens, found, strict=True)
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""

@@ -45,3 +45,21 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path: Path, token
     assert documents(shards) == [[RED, GREEN, BLUE, GREEN, END], [RED, END]]
     assert Tokenizer(tmp_path).encode("red green blue green") == [RED, GREEN, BLUE, GREEN]
     assert Tokenizer(tmp_path).encode("red") == [RED]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+def test_end_tokens_within_texts_are_kept_and_documents_end_in_one(
+    tmp_path: Path, tokenizer: Any, appends: bool
+) -> None:
+    if appends:
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer.post_processor = TemplateProcessing(single="$A <end>", special_tokens=[("<end>", END)])
+    shards = written(
+        tmp_path, tokenizer, {"prompt": "red <end>", "answer": "green blue"}, {"prompt": "red", "answer": "blue <end>"}
+    )
+    assert documents(shards) == [[RED, END, GREEN, BLUE, END], [RED, BLUE, END]]
+    assert [shards.prompt(n) for n in range(2)] == [2, 1]
+    (tmp_path / "texts").mkdir()
+    shards = written(tmp_path / "texts", tokenizer, {"text": "red <end> green"}, {"text": "blue <end>"}, {"text": ""})
+    assert documents(shards) == [[RED, END, GREEN, END], [BLUE, END]]
