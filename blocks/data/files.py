@@ -11,27 +11,27 @@ from deltazoo.backends.io.errors import ConfigError, file_errors
 _DATASET = "state.json"  # in a folder that datasets.Dataset.save_to_disk has written
 
 
-def listed_files(sources: Iterable[str | Path], only: str | None = None) -> list[Path]:
-    """Return the files of sources in their order, those of a folder by name.
+def listed_files(sources: Iterable[str | Path], only: str | None = None) -> dict[Path, Path]:
+    """Return the files of sources in their order, those of a folder by name, each under its resolved path.
 
     Names that begin with a dot are left out in folders.
 
     Args: only: pattern of the names of files in folders.
-    Raises: ConfigError: a source does not exist or has no files, or a file is named twice.
+    Raises: ConfigError: a source does not exist or has no files, or two sources name the same file.
     """
     found: dict[Path, Path] = {}
     for source in map(Path, sources):
         if not source.exists():
             raise ConfigError(f"cannot read {source}: no such file or folder")
-        files = list(_in_folder(source, only)) if source.is_dir() else [source]
+        files = {path.resolve(): path for path in (_in_folder(source, only) if source.is_dir() else [source])}
         if not files:
             pattern = f" of the pattern {only}" if only else ""
             raise ConfigError(f"{source} must contain files{pattern}, got none")
-        for path in files:
-            if path.absolute() in found:
-                raise ConfigError(f"{path} must be named once, got it from {source} and before")
-            found[path.absolute()] = path
-    return list(found)
+        if twice := found.keys() & files.keys():
+            path = min(twice)
+            raise ConfigError(f"{files[path]} must be named once, got it before as {found[path]}")
+        found |= files
+    return found
 
 
 def _in_folder(folder: Path, only: str | None) -> Iterator[Path]:

@@ -100,11 +100,11 @@ def write_shards(
     encoder = make_encoder(config.tokenizer, config.end)
     rules = Rules(config.fields, config.separator)
     held = listed_files(config.validation, config.only)
-    are_held = {path.absolute() for path in held}
-    files = [path for path in listed_files(sources, config.only) if path.absolute() not in are_held]
-    stats = {str(path): _stat(path) for path in (*files, *held)}
+    files = {path: name for path, name in listed_files(sources, config.only).items() if path not in held}
+    stats = {str(name): _stat(name) for name in (*files.values(), *held.values())}
     of_train = None if config.held_out else False
-    units = [(unit, of_train) for unit in plan_units(files, rules)] + [(unit, True) for unit in plan_units(held, rules)]
+    units = [(unit, of_train) for unit in plan_units([*files.values()], rules)]
+    units += [(unit, True) for unit in plan_units([*held.values()], rules)]
     work_folder = output_folder(out.parent / f"{out.name}.unfinished")
     with _only_process(work_folder):
         unit_folder = output_folder(work_folder / "units")

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.data.shards import TokenShards, open_shards
 from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
@@ -32,6 +33,20 @@ def written(folder: Path, tokenizer: Any, *lines: dict[str, str]) -> TokenShards
     config = ShardConfig(tokenizer=str(folder), end="<end>", fields=tuple(lines[0]))
     write_shards([folder / "a.jsonl"], folder / "data", config, processes=1)
     return open_shards(folder / "data")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files a.txt and b.txt, and beside it a link to it."""
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        (tmp_path / "in" / f"{name}.txt").write_text(f"text {name}")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    return tmp_path / "in"
+
+
+def texts(folder: Path, part: Literal["train", "validation"] = "train") -> list[str]:
+    return [bytes(tokens).decode() for tokens in documents(open_shards(folder, part))]
 
 
 def documents(shards: TokenShards) -> list[list[int]]:
@@ -63,3 +78,16 @@ def test_end_tokens_within_texts_are_kept_and_documents_end_in_one(
     (tmp_path / "texts").mkdir()
     shards = written(tmp_path / "texts", tokenizer, {"text": "red <end> green"}, {"text": "blue <end>"}, {"text": ""})
     assert documents(shards) == [[RED, END, GREEN, END], [BLUE, END]]
+
+
+@pytest.mark.parametrize("name", ["in/../in/b.txt", "link/b.txt"])
+def test_a_file_is_one_file_by_any_of_its_paths(tmp_path: Path, folder: Path, name: str) -> None:
+    held = str(tmp_path / name)
+    write_shards([folder], tmp_path / "data", ShardConfig(tokenizer="bytes", validation=(held,)), processes=1)
+    assert texts(tmp_path / "data") == ["text a"]
+    assert texts(tmp_path / "data", "validation") == ["text b"]
+    with pytest.raises(ConfigError, match=rf"{name} must be named once, got it before as {folder / 'b.txt'}"):
+        write_shards([folder, held], tmp_path / "twice", ShardConfig(tokenizer="bytes"), processes=1)
+    (folder / "c.txt").symlink_to("b.txt")
+    write_shards([folder], tmp_path / "once", ShardConfig(tokenizer="bytes"), processes=1)
+    assert texts(tmp_path / "once") == ["text a", "text b"]
