@@ -11,15 +11,15 @@ from deltazoo.backends.io.errors import ConfigError, file_errors
 _DATASET = "state.json"  # in a folder that datasets.Dataset.save_to_disk has written
 
 
-def listed_files(sources: Iterable[str | Path], only: str | None = None) -> dict[Path, Path]:
+def listed_files(sources: Iterable[str | Path], only: str | None, unfinished: Path) -> dict[Path, Path]:
     """Return the files of sources in their order, those of a folder by name, each under its resolved path.
 
     Names that begin with a dot are left out in folders.
 
-    Args: only: pattern of the names of files in folders.
+    Args: only: pattern of the names of files in folders; unfinished: folder whose files are left out.
     Raises: ConfigError: a source does not exist or has no files, or two sources name the same file.
     """
-    found: dict[Path, Path] = {}
+    found, unfinished = dict[Path, Path](), unfinished.resolve()
     for source in map(Path, sources):
         if not source.exists():
             raise ConfigError(f"cannot read {source}: no such file or folder")
@@ -31,7 +31,7 @@ def listed_files(sources: Iterable[str | Path], only: str | None = None) -> dict
             path = min(twice)
             raise ConfigError(f"{files[path]} must be named once, got it before as {found[path]}")
         found |= files
-    return found
+    return {path: name for path, name in found.items() if unfinished not in path.parents}
 
 
 def _in_folder(folder: Path, only: str | None) -> Iterator[Path]:

@@ -99,13 +99,15 @@ def write_shards(
         raise ConfigError(f"{out} exists: choose a new or empty folder")
     encoder = make_encoder(config.tokenizer, config.end)
     rules = Rules(config.fields, config.separator)
-    held = listed_files(config.validation, config.only)
-    files = {path: name for path, name in listed_files(sources, config.only).items() if path not in held}
+    unfinished = out.parent / f"{out.name}.unfinished"
+    held = listed_files(config.validation, config.only, unfinished)
+    files = listed_files(sources, config.only, unfinished)
+    files = {path: name for path, name in files.items() if path not in held}
     stats = {str(name): _stat(name) for name in (*files.values(), *held.values())}
     of_train = None if config.held_out else False
     units = [(unit, of_train) for unit in plan_units([*files.values()], rules)]
     units += [(unit, True) for unit in plan_units([*held.values()], rules)]
-    work_folder = output_folder(out.parent / f"{out.name}.unfinished")
+    work_folder = output_folder(unfinished)
     with _only_process(work_folder):
         unit_folder = output_folder(work_folder / "units")
         names = [_unit_name(unit, stats, f"{FORMAT} {encoder.origin} {rules}") for unit, _ in units]

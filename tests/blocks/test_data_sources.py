@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.data import writing
 from deltazoo.blocks.data.shards import TokenShards, open_shards
 from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
@@ -91,3 +92,18 @@ def test_a_file_is_one_file_by_any_of_its_paths(tmp_path: Path, folder: Path, na
     (folder / "c.txt").symlink_to("b.txt")
     write_shards([folder], tmp_path / "once", ShardConfig(tokenizer="bytes"), processes=1)
     assert texts(tmp_path / "once") == ["text a", "text b"]
+
+
+def test_an_interrupted_call_continues_inside_its_source(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "_joined", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_shards([folder], folder / "data", ShardConfig(tokenizer="bytes"), processes=1)
+    assert [*(folder / "data.unfinished" / "units").iterdir()]
+    write_shards([folder], folder / "data", ShardConfig(tokenizer="bytes"), processes=1)
+    assert texts(folder / "data") == ["text a", "text b"]
