@@ -14,7 +14,7 @@ _DATASET = "state.json"  # in a folder that datasets.Dataset.save_to_disk has wr
 def listed_files(sources: Iterable[str | Path], only: str | None, unfinished: Path) -> dict[Path, Path]:
     """Return the files of sources in their order, those of a folder by name, each under its resolved path.
 
-    Names that begin with a dot are left out in folders.
+    Names that begin with a dot are left out in folders. Links are followed; a folder reads each of its files once.
 
     Args: only: pattern of the names of files in folders; unfinished: folder whose files are left out.
     Raises: ConfigError: a source does not exist or has no files, or two sources name the same file.
@@ -35,7 +35,12 @@ def listed_files(sources: Iterable[str | Path], only: str | None, unfinished: Pa
 
 
 def _in_folder(folder: Path, only: str | None) -> Iterator[Path]:
-    for name, subfolders, names in os.walk(folder):
+    seen = set[str]()
+    for name, subfolders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(name)) in seen:  # a link to a folder above it would lead here again
+            subfolders.clear()
+            continue
+        seen.add(real)
         subfolders[:] = sorted(subfolder for subfolder in subfolders if not subfolder.startswith("."))
         if _DATASET in names and any(file.endswith(".arrow") for file in names):
             names = _files_of_dataset(Path(name, _DATASET))

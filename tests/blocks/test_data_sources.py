@@ -107,3 +107,13 @@ def test_an_interrupted_call_continues_inside_its_source(
     assert [*(folder / "data.unfinished" / "units").iterdir()]
     write_shards([folder], folder / "data", ShardConfig(tokenizer="bytes"), processes=1)
     assert texts(folder / "data") == ["text a", "text b"]
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "c.txt").write_text("text c")
+    (tmp_path / "other" / "back").symlink_to(folder)
+    for name in ("x", "y"):
+        (folder / name).symlink_to(tmp_path / "other")
+    write_shards([folder], tmp_path / "data", ShardConfig(tokenizer="bytes"), processes=1)
+    assert texts(tmp_path / "data") == ["text a", "text b", "text c"]
