@@ -344,4 +344,6 @@ def read_tokens(unit: Unit, vocab: int, end: int | None) -> list[NDArray[np.int6
         raise ConfigError(f"{path}, token {at + 1}: must be below {vocab}, the vocabulary of the tokenizer, "
                           f"got {tokens[at]}")  # fmt: skip
     pieces = np.split(tokens, np.flatnonzero(tokens == end))
-    return [piece[1:] if len(piece) and piece[0] == end else piece for piece in pieces]
+    documents = [piece[1:] if len(piece) and piece[0] == end else piece for piece in pieces]
+    # before an end token at the beginning of the file, and after one at its end, is no document
+    return documents[not len(documents[0]) : len(documents) - (not len(documents[-1]))]

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.blocks.data import writing
+from deltazoo.blocks.data import readers, writing
 from deltazoo.blocks.data.shards import TokenShards, open_shards
 from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
@@ -34,6 +35,12 @@ def written(folder: Path, tokenizer: Any, *lines: dict[str, str]) -> TokenShards
     config = ShardConfig(tokenizer=str(folder), end="<end>", fields=tuple(lines[0]))
     write_shards([folder / "a.jsonl"], folder / "data", config, processes=1)
     return open_shards(folder / "data")
+
+
+def write_tokens(path: Path, tokens: list[int]) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = readers.BIN_MAGIC, readers.BIN_VERSION, len(tokens)
+    path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
 
 
 @pytest.fixture
@@ -117,3 +124,22 @@ def test_links_to_folders_are_followed_once(tmp_path: Path, folder: Path) -> Non
         (folder / name).symlink_to(tmp_path / "other")
     write_shards([folder], tmp_path / "data", ShardConfig(tokenizer="bytes"), processes=1)
     assert texts(tmp_path / "data") == ["text a", "text b", "text c"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "skipped"),
+    [
+        ([END, RED, END, BLUE], 0),
+        ([RED, END, BLUE, END], 0),
+        ([END, RED, END, BLUE, END], 0),
+        ([RED, END, END, BLUE], 1),
+    ],
+)
+def test_an_end_token_at_either_end_of_a_token_file_is_no_document(
+    tmp_path: Path, tokenizer: Any, tokens: list[int], skipped: int
+) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_tokens(tmp_path / "a.bin", tokens)
+    config = ShardConfig(tokenizer=str(tmp_path), end="<end>")
+    assert write_shards([tmp_path / "a.bin"], tmp_path / "data", config, processes=1).skipped == skipped
+    assert documents(open_shards(tmp_path / "data")) == [[RED, END], [BLUE, END]]
