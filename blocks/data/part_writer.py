@@ -21,7 +21,7 @@ class PartWriter:
     def __init__(self, folder: Path, part: Part, has_prompts: bool) -> None:
         self._folder, self._part, self._has_prompts = folder, part, has_prompts
         self._shards: list[Shard] = []
-        self._text_bytes = 0
+        self._text_bytes, self._has_token_files = 0, False
         self._file: BinaryIO | None = None
 
     def add(self, unit: EncodedUnit) -> None:
@@ -38,6 +38,7 @@ class PartWriter:
             self._lengths.append(unit.lengths)
             self._prompts.append(unit.prompts)
             self._text_bytes += int(unit.text_bytes.sum())
+            self._has_token_files |= not unit.text_bytes.all()
             self._tokens += len(unit.tokens)
             if self._tokens >= SHARD_TOKENS:
                 self._end()
@@ -50,7 +51,7 @@ class PartWriter:
         return PartIndex(
             documents=sum(shard.documents for shard in self._shards),
             tokens=sum(shard.tokens for shard in self._shards),
-            text_bytes=self._text_bytes,
+            text_bytes=0 if self._has_token_files else self._text_bytes,
             shards=tuple(self._shards),
         )
 

@@ -41,7 +41,7 @@ def read_documents(shards: TokenShards, first: int, number: int) -> Iterator[Doc
 def summary_lines(folder: Path, index: ShardIndex) -> Iterator[str]:
     """Yield the counts of a data folder as lines of text."""
     for part, counts in index.parts.items():
-        text = f", {counts.text_bytes:,} bytes of text" if counts.text_bytes else ""
+        text = f", {counts.text_bytes:,} bytes of text" if counts.text_bytes else ", bytes of text unknown"
         mean = counts.tokens / counts.documents
         yield (
             f"{part}: {counts.documents:,} document{'' if counts.documents == 1 else 's'}, {counts.tokens:,} tokens "

@@ -47,7 +47,10 @@ class Shard(FrozenConfig):
 
 
 class PartIndex(FrozenConfig):
-    """The counts of a part. Args: text_bytes: UTF-8 bytes of the text that was encoded; 0 if tokens were read."""
+    """The counts of a part.
+
+    Args: text_bytes: UTF-8 bytes of the text that was encoded; 0 if any document is from a token file.
+    """
 
     documents: int
     tokens: int

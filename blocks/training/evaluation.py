@@ -26,7 +26,7 @@ class Evaluation(BaseModel):
         bits_per_token: mean cross entropy, in bits per token.
         tokens: number of predicted tokens.
         bits_per_byte: on a text, whose tokens are bytes, the same; on documents bits_per_token times the predicted
-            tokens per byte of all held-out documents, None if this is unknown or only answers have a loss.
+            tokens per byte of all held-out documents, None if any is from a token file or only answers have a loss.
         source: description of the text.
         is_text_of_run: whether the model was trained on this text; None: the model is not from a training run.
     """
@@ -45,7 +45,7 @@ class Evaluation(BaseModel):
         text = f"{self.source}{relation[self.is_text_of_run]}"
         if self.bits_per_byte == self.bits_per_token:
             return f"{self.bits_per_byte:.3f} bits per byte on {self.tokens:,} held-out bytes of {text}"
-        by_byte = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.3f} per byte,"
+        by_byte = " (per byte: unknown)" if self.bits_per_byte is None else f", {self.bits_per_byte:.3f} per byte,"
         return f"{self.bits_per_token:.3f} bits per token{by_byte} on {self.tokens:,} held-out tokens of {text}"
 
 

@@ -6,9 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from training_cases import SPEC
 
+import deltazoo
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.data import readers, writing
+from deltazoo.blocks.data.preview import summary_lines
 from deltazoo.blocks.data.shards import TokenShards, open_shards
 from deltazoo.blocks.data.tokenizer import Tokenizer
 from deltazoo.blocks.data.writing import ShardConfig, write_shards
@@ -143,3 +146,21 @@ def test_an_end_token_at_either_end_of_a_token_file_is_no_document(
     config = ShardConfig(tokenizer=str(tmp_path), end="<end>")
     assert write_shards([tmp_path / "a.bin"], tmp_path / "data", config, processes=1).skipped == skipped
     assert documents(open_shards(tmp_path / "data")) == [[RED, END], [BLUE, END]]
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_part_with_a_token_file_has_no_bits_per_byte(tmp_path: Path, tokenizer: Any, has_tokens: bool) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("red green blue")
+    write_tokens(tmp_path / "b.bin", [RED, GREEN, BLUE] * 50)
+    held = tuple(str(tmp_path / name) for name in (["a.txt", "b.bin"] if has_tokens else ["a.txt"]))
+    (tmp_path / "c.txt").write_text("green")
+    config = ShardConfig(tokenizer=str(tmp_path), end="<end>", validation=held)
+    index = write_shards([tmp_path / "c.txt"], tmp_path / "data", config, processes=1)
+    train, validation = list(summary_lines(tmp_path / "data", index))[:2]
+    assert train.endswith("5 bytes of text")
+    assert validation.endswith("bytes of text unknown" if has_tokens else "14 bytes of text")
+    evaluation = deltazoo.evaluate(SPEC.build("reference"), tmp_path / "data", length=8, batch=1, batches=0)
+    expected = None if has_tokens else pytest.approx(evaluation.bits_per_token * 3 / 14)
+    assert evaluation.bits_per_byte == expected
+    assert ("(per byte: unknown)" in evaluation.line()) == has_tokens
