@@ -103,7 +103,7 @@ class ScheduleConfig(FrozenConfig):
     Args:
         name: "cosine"; "linear"; "wsd": constant, then linear in the last steps; "constant".
         warmup: number of steps.
-        final: last rate, as a fraction of the peak.
+        final: rate that the decay reaches after the last step, not in it, as a fraction of the peak.
         decay: fraction of the steps in which "wsd" decays.
     """
 
