@@ -206,7 +206,7 @@ def _list(as_json: bool) -> None:
     names: dict[tuple[str, str], list[str]] = {}
     for name, task in TASKS.items():
         names.setdefault((task.source, task.published), []).append(name)
-    rows = [(", ".join(group), *texts) for texts, group in names.items()]
-    print_table(["tasks", "source", "published"], rows, pipe_width=140)
+    sources = [(", ".join(group), *texts) for texts, group in names.items()]
+    print_table(["tasks", "source", "published"], sources, pipe_width=140)
     print_line()
     print_table(["claim", ""], [(name, claim.sentence) for name, claim in CLAIMS.items()], pipe_width=140)

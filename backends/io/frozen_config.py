@@ -106,9 +106,8 @@ def _nested_model(model: type[BaseModel] | None, names: tuple[int | str, ...]) -
     """Return the class of the config that the names of nested fields lead to; None if they lead to something else."""
     for name in names:
         info = None if model is None else model.model_fields.get(str(name))
-        model = None if info is None else info.annotation
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return None
+        nested = None if info is None else info.annotation
+        model = nested if isinstance(nested, type) and issubclass(nested, BaseModel) else None
     return model
 
 
