@@ -12,7 +12,7 @@ from deltazoo.mixers.attention import Attention
 
 
 class Llama(Family):
-    """Llama 1 to 3, and the models with its layers; scaled rotary embeddings and biases are refused."""
+    """Llama 1 to 3, and the models with its layers; biases are refused."""
 
     architecture: ClassVar[str] = "LlamaForCausalLM"
 
