@@ -52,6 +52,11 @@ class HubConfig:
         value = self._values.get(field)
         return default if value is None else value
 
+    def get_or_null(self, field: str, default: Any) -> Any:
+        """Return the value of a field, None if it is null, or the default if it is missing."""
+        self._read.add(field)
+        return self._values.get(field, default)
+
     def nested(self, field: str, known: Sequence[str]) -> dict[str, Any]:
         """Return the fields of a mapping in the config, {} if it is missing. Raises: ConfigError: it has others."""
         values: dict[str, Any] = self.get(field, {})
@@ -76,13 +81,16 @@ class HubConfig:
     def rotary(self, theta: float = 10000.0, fraction: float = 1.0) -> dict[str, Any]:
         """Return `rotary_theta`, `rotary_fraction` and, if there is one, `rope_scaling` of `Attention`.
 
+        As in transformers, rope_scaling replaces rope_parameters, and a theta that is null means no positions.
+
         Args: theta, fraction: the defaults of the family. Raises: ConfigError: a kind of scaling is not supported.
         """
-        given = {"rope_theta": theta, "partial_rotary_factor": fraction}
-        for field in given:
-            if self.get(field) is not None:
-                given[field] = self[field]
-        parameters = {**(self.get("rope_scaling") or {}), **(self.get("rope_parameters") or {})}
+        given = {
+            "rope_theta": self.get_or_null("rope_theta", theta),
+            "partial_rotary_factor": self.get("partial_rotary_factor", fraction),
+        }
+        old, new = self.get("rope_scaling"), self.get("rope_parameters")
+        parameters: dict[str, Any] = old or new or {}
         given |= {field: x for field, x in parameters.items() if field in given}
         base = given["rope_theta"]
         fields: dict[str, Any] = {
@@ -90,7 +98,7 @@ class HubConfig:
             "rotary_fraction": float(given["partial_rotary_factor"]),
         }
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind == "default":
+        if kind == "default" or base is None:
             return fields
         scaling = {x: y for x, y in parameters.items() if x not in (*given, "type") and y is not None}
         if kind in ("yarn", "llama3") and self.get("max_position_embeddings") is not None:
