@@ -139,6 +139,9 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
         try:
             config = {**found.config(spec), "model_type": name}
             back = type(spec)(**found.stack(HubConfig(config, name)))
+        except ConfigError as error:
+            reasons.append(f"{name}: {error}")
+            continue
         except Exception:  # see `Family.config`
             others.append(name)
             continue

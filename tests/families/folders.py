@@ -197,12 +197,15 @@ MODELS = {
 }  # fmt: skip
 
 
-def write(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> None:
-    """Write a random model to a folder. A_log, dt_bias and gated norms are stored in float32, as on the hub."""
+def write(folder: Path, name: str, dtype: torch.dtype = torch.float32, fields: dict[str, Any] | None = None) -> None:
+    """Write a random model to a folder. A_log, dt_bias and gated norms are stored in float32, as on the hub.
+
+    Args: fields: of the config, beside those in `MODELS`.
+    """
     import transformers
 
     model = MODELS[name]
-    config = getattr(transformers, model.config)(**model.fields)
+    config = getattr(transformers, model.config)(**model.fields | (fields or {}))
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{model.name}ForCausalLM")(config)
     with torch.no_grad():

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import deltazoo
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.mixers.core.conformance import relative_error
+from deltazoo.mixers.mamba2 import Mamba2
 
 pytest.importorskip("transformers", minversion="5.23", reason="older versions have no OLMo Hybrid")
 
@@ -58,3 +60,28 @@ def test_only_a_theta_that_is_null_leaves_out_the_positions_of_olmo_hybrid(
     folders.write(tmp_path, "olmo_hybrid")
     change(tmp_path, fields, missing=("rope_theta", "rope_scaling", "rope_parameters"))
     assert_logits_of_transformers(tmp_path)
+
+
+def test_a_null_attention_multiplier_of_granite_is_the_scale_of_softmax_attention(tmp_path: Path) -> None:
+    source, written = tmp_path / "source", tmp_path / "written"
+    folders.write(source, "granitemoehybrid")
+    change(source, {"attention_multiplier": None})
+    assert_logits_of_transformers(source)
+    deltazoo.from_pretrained(source).save_pretrained(written)
+    assert_logits_of_transformers(written)
+    assert json.loads((written / "config.json").read_text())["attention_multiplier"] == 8**-0.5
+    change(source, {}, missing=("attention_multiplier",))
+    assert_logits_of_transformers(source)
+
+
+def test_mamba_with_channels_that_are_no_multiple_of_the_width_is_written(tmp_path: Path) -> None:
+    folders.write(tmp_path / "source", "mamba", fields={"intermediate_size": 65})
+    deltazoo.from_pretrained(tmp_path / "source").save_pretrained(tmp_path / "written")
+    assert_logits_of_transformers(tmp_path / "written")
+
+
+def test_mamba2_with_channels_that_are_no_multiple_of_the_width_is_not_written(tmp_path: Path) -> None:
+    layer = Mamba2(value_heads=3, key_width=8, value_width=16, norm_eps=1e-5)
+    model = deltazoo.StackSpec(width=32, depth=1, vocab=9, pattern=layer, mlp="none").build("reference")
+    with pytest.raises(ConfigError, match="mamba2: value_heads times value_width must be a multiple of the width 32"):
+        model.save_pretrained(tmp_path / "a", model_type="mamba2")

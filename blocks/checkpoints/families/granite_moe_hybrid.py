@@ -35,9 +35,10 @@ class GraniteMoeHybrid(Family):
             raise ConfigError(f"config.json: position_embedding_type must be 'rope', 'nope' or null, got {positions!r}")
         if positions == "nope":
             rotary = {"rotary_theta": None}
+        scale = config.get_or_null("attention_multiplier", 1.0)  # null: that of softmax attention
         mixers = {
             "linear_attention": ssd.mixer(config),
-            "full_attention": decoder.attention(config, scale=config.get("attention_multiplier", 1.0), **rotary),
+            "full_attention": decoder.attention(config, scale=scale, **rotary),
         }
         kinds = config.get("layer_types", ["linear_attention"] * config["num_hidden_layers"])
         pattern = [KINDS.get(kind, kind) for kind in kinds]
@@ -73,7 +74,7 @@ class GraniteMoeHybrid(Family):
             **sizes,
             "layer_types": decoder.layer_types_config(spec),
             "position_embedding_type": None if attention.rotary_theta is None else "rope",
-            "attention_multiplier": attention.scale,
+            "attention_multiplier": fields["head_dim"] ** -0.5 if attention.scale is None else attention.scale,
             "residual_multiplier": layers[0].branch_scale,
             "embedding_multiplier": spec.embedding_scale,
             "logits_scaling": decoder.inverse(spec.logit_scale),

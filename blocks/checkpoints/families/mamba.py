@@ -77,7 +77,7 @@ def mamba_config(spec: ModelSpec) -> dict[str, Any]:
     return {
         **decoder.sizes_config(spec, NAMES),
         "intermediate_size": channels,
-        "expand": channels / spec.width if channels % spec.width else channels // spec.width,
+        "expand": channels // spec.width,  # transformers takes only integers, and reads intermediate_size
         "state_size": mixer.state_size,
         "time_step_rank": mixer.step_rank or -(-spec.width // 16),
         "conv_kernel": mixer.conv_width,

@@ -39,7 +39,9 @@ class Mamba2(Family):
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         mixer = decoder.first(spec, mixers.Mamba2)
         shape = mixer.shape(spec.width)
-        expand = shape.value_heads * shape.value_width / spec.width
+        expand, rest = divmod(shape.value_heads * shape.value_width, spec.width)
+        if rest:
+            raise ConfigError(f"value_heads times value_width must be a multiple of the width {spec.width}")
         return {
             **decoder.sizes_config(spec, NAMES),
             **limits_config(mixer.step_limits),
@@ -47,7 +49,7 @@ class Mamba2(Family):
             "num_heads": shape.value_heads,
             "head_dim": shape.value_width,
             "state_size": shape.key_width,
-            "expand": int(expand) if expand.is_integer() else expand,
+            "expand": expand,
             "conv_kernel": mixer.conv_width,
             "use_bias": False,
             "use_conv_bias": True,
