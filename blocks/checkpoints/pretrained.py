@@ -34,6 +34,7 @@ class Source(NamedTuple):
     blocks: Blocks | None = None
 
 
+HEAD = "lm_head.weight"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Device of the weights, and their dtype or None
@@ -107,10 +108,10 @@ def _read_weights(
     rules = [rule.fitting(rows) for rule in source.family.rules(source.spec)]
     check_rules(rules, shapes)
     if source.spec.tied:
-        dropped.append("lm_head.weight")
+        dropped.append(HEAD)
     _refuse(folder, files.problems + _name_problems(rules, shapes, files, theirs, dropped))
     tensors: dict[str, Tensor] = {}
-    problems: list[str] = []
+    problems = _tied_problems(rules, files, theirs) if source.spec.tied else []
     finite: dict[str, list[Tensor | bool]] = {}
     for rule in rules:
         read = _read_rule(rule, shapes, files, theirs, form, (problems, finite))
@@ -118,6 +119,14 @@ def _read_weights(
     problems += [f"{name} has values that are NaN or infinite" for name, flags in finite.items() if not all(flags)]
     _refuse(folder, problems)
     return tensors
+
+
+def _tied_problems(rules: list[Rule], files: TensorFiles, theirs: dict[str, str]) -> list[str]:
+    """Compare a head in the folder of a tied stack, which is not read, with the embedding."""
+    (embedding,) = next(rule for rule in rules if "embedding.weight" in rule.ours).theirs
+    if HEAD not in theirs or files.equal(theirs[HEAD], theirs[embedding]):
+        return []
+    return [f"{HEAD} must equal {embedding}, to which the config ties it: set tie_word_embeddings to false to read it"]
 
 
 def _their_names(files: TensorFiles, found: Family) -> tuple[dict[str, str], list[str]]:

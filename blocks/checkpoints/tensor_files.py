@@ -97,6 +97,12 @@ class TensorFiles:
         scale = self._read(name + SCALE, self._scaled[name + SCALE]).to(torch.float32, copy=True)
         return dequantize(self._read(name, self._scaled[name]), scale, self.blocks)
 
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values."""
+        if self.infos[name].shape != self.infos[other].shape:
+            return False
+        return bool((self.get(name).clone() == self.get(other)).all())
+
     def get_into(self, name: str, targets: Sequence[Tensor]) -> list[Tensor | bool]:
         """Read a tensor into contiguous rows of the same dtype, in order, without a copy between.
 

@@ -162,6 +162,17 @@ def test_one_error_lists_every_wrong_tensor(tmp_path: Path) -> None:
     ]
 
 
+def test_the_head_of_a_tied_model_must_equal_the_embedding(tmp_path: Path) -> None:
+    embedding = weights()["model.embed_tokens.weight"]
+    expected = write(tmp_path / "a", weights() | {"lm_head.weight": embedding.clone()}, tie_word_embeddings=True)
+    assert torch.equal(deltazoo.from_pretrained(expected).embedding.weight, embedding)
+    for head in (weights()["lm_head.weight"], torch.ones(20, 16), embedding.bfloat16()):
+        folder = write(tmp_path / "b", weights() | {"lm_head.weight": head}, tie_word_embeddings=True)
+        assert "lm_head.weight must equal model.embed_tokens.weight" in problem(folder)
+    rounded = {"lm_head.weight": embedding.bfloat16(), "model.embed_tokens.weight": embedding.bfloat16().float()}
+    assert deltazoo.from_pretrained(write(tmp_path / "b", weights() | rounded, tie_word_embeddings=True)).spec.tied
+
+
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     tensors = weights()
     tensors["model.norm.weight"][3] = float("nan")
