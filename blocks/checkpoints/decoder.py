@@ -118,8 +118,7 @@ def first(spec: ModelSpec, kind: type[Any]) -> Any:
 
 def layer_types(config: HubConfig, default: Sequence[str]) -> str:
     """Return the pattern of `layer_types`, with the names linear_attention and full_attention as layers."""
-    types = config.get("layer_types") or default
-    return " + ".join(types)
+    return " + ".join(config.layer_types(default))
 
 
 def layer_types_config(spec: ModelSpec) -> list[str]:

@@ -37,7 +37,8 @@ class HubConfig:
     """The fields of a config.json. It records which were read, so that none is ignored silently."""
 
     def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
-        self._values, self._model_type, self._read = values, model_type, set[str]()
+        self._values, self._model_type = values, model_type
+        self._read: dict[str, None] = {}  # in the order of reading
 
     def __getitem__(self, field: str) -> Any:
         """Return the value of a field. Raises: ConfigError: it is missing."""
@@ -48,13 +49,31 @@ class HubConfig:
 
     def get(self, field: str, default: Any = None) -> Any:
         """Return the value of a field, or the default if it is missing or null."""
-        self._read.add(field)
+        self._note(field)
         value = self._values.get(field)
         return default if value is None else value
 
+    def _note(self, field: str) -> None:
+        self._read.pop(field, None)
+        self._read[field] = None
+
+    def last_read(self, count: int = 4) -> str:
+        """Return the fields that were read last and their values, for an error: "num_attention_heads = 0, ..."."""
+        fields = [field for field in self._read if self._values.get(field) is not None][-count:]
+        return ", ".join(f"{field} = {cut(self._values[field])}" for field in fields)
+
+    def layer_types(self, default: Sequence[str]) -> list[str]:
+        """Return `layer_types`, the name of each layer. Raises: ConfigError: they are not `num_hidden_layers` names."""
+        depth, types = self["num_hidden_layers"], self.get("layer_types", [*default])
+        if not isinstance(types, list) or len(types) != depth:
+            raise ConfigError(
+                f"config.json: layer_types must be a list of num_hidden_layers = {depth}, got {cut(types)}"
+            )
+        return types
+
     def get_or_null(self, field: str, default: Any) -> Any:
         """Return the value of a field, None if it is null, or the default if it is missing."""
-        self._read.add(field)
+        self._note(field)
         return self._values.get(field, default)
 
     def nested(self, field: str, known: Sequence[str]) -> dict[str, Any]:
@@ -70,7 +89,7 @@ class HubConfig:
         Raises: ConfigError.
         """
         for field, value in expected.items():
-            self._read.add(field)
+            self._note(field)
             actual = self._values.get(field)
             if actual is not None and actual != value:
                 raise ConfigError(
@@ -120,7 +139,7 @@ class HubConfig:
 
     def check_all_read(self, ignored: tuple[str, ...]) -> None:
         """Refuse fields that were not read and are set. Raises: ConfigError, which names them."""
-        known = self._read | {*ignored, *_KEPT, *_DESCRIPTIONS}
+        known = {*self._read, *ignored, *_KEPT, *_DESCRIPTIONS}
         unknown = [field for field, x in self._values.items() if field not in known and x not in (None, False, [], {})]
         if unknown:
             raise ConfigError(

@@ -40,7 +40,7 @@ def mixers(config: HubConfig) -> tuple[dict[str, MixerConfig], list[str]]:
     )
     conv = LFM2Conv(conv_width=config.get("conv_L_cache", 3), bias=config.get("conv_bias", False))
     attends = config.get("full_attn_idxs", range(depth))
-    types = config.get("layer_types", ["full_attention" if i in attends else "conv" for i in range(depth)])
+    types = config.layer_types(["full_attention" if i in attends else "conv" for i in range(depth)])
     if unknown := {*types} - {"conv", "full_attention"}:
         raise ConfigError(f"config.json: layer_types must be 'conv' or 'full_attention', got {sorted(unknown)}")
     return {"conv": conv, "full_attention": attention}, types

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError, DeltazooError
 from deltazoo.backends.torch_ext.devices import usable_device
 from deltazoo.backends.torch_ext.sharded import place_as
 from deltazoo.backends.update.base import Backend
@@ -52,7 +52,14 @@ def read_spec(folder: str | Path) -> Source:
     values = read_json(Path(folder) / CONFIG) if file is None else bare_config(file)
     model_type, config = read_config(values)
     found = family(model_type)
-    spec = StackSpec(**found.stack(config))
+    try:
+        spec = StackSpec(**found.stack(config))
+    except DeltazooError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # of a wrong value
+        raise ConfigError(
+            f"{Path(folder) / CONFIG}: a field has a wrong value: {error}; the last fields read: {config.last_read()}"
+        ) from error
     config.check_all_read((*found.ignored, "quantization_config"))
     return Source(spec, found, Origin(found.written_as or model_type, config.kept()), read_blocks(values))
 

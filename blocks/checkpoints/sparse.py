@@ -60,7 +60,7 @@ def layers(
     config: HubConfig, mixers: dict[str, MixerConfig], mlps: dict[str, Dense | MoE], attends: list[bool], dense: int
 ) -> dict[str, Any]:
     """Return the pattern and the layers of a stack. Args: attends, dense: the defaults of the lists of layer types."""
-    kinds = config.get("layer_types") or [FULL if full else LINEAR for full in attends]
+    kinds = config.layer_types([FULL if full else LINEAR for full in attends])
     first = config.get("first_k_dense_replace", dense)
     mlp_kinds = config.get("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(len(kinds))]
     places = [*zip(kinds, mlp_kinds, strict=True)]

@@ -303,6 +303,11 @@ def test_a_damaged_header_is_refused(damage: Any, tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "no other quantisation is supported"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8], "x": 1}}, "with x is not"),
         ({"hidden_size": None}, "needs the field hidden_size"),
+        ({"hidden_size": "16"}, "hidden_size = '16'"),
+        ({"num_attention_heads": 0}, "config.json: a field has a wrong value: integer division or modulo by zero; the"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"rope_parameters": [1]}, "rope_parameters = [1]"),
+        ({"rope_scaling": "x"}, "rope_scaling = 'x'"),
         ({"model_type": "os:system"}, "model_type must be the name of a family"),
     ],
 )

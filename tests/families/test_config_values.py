@@ -1,6 +1,7 @@
 """Values of config.json that are missing, null or of an older form: logits of transformers, and folders written."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import deltazoo
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.checkpoints.pretrained import read_spec
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.mamba2 import Mamba2
 
@@ -85,3 +87,34 @@ def test_mamba2_with_channels_that_are_no_multiple_of_the_width_is_not_written(t
     model = deltazoo.StackSpec(width=32, depth=1, vocab=9, pattern=layer, mlp="none").build("reference")
     with pytest.raises(ConfigError, match="mamba2: value_heads times value_width must be a multiple of the width 32"):
         model.save_pretrained(tmp_path / "a", model_type="mamba2")
+
+
+DEPTH = "layer_types must be a list of num_hidden_layers = 3"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "sentence"),
+    [
+        ("qwen3_next", {"full_attention_interval": 0, "layer_types": None}, "full_attention_interval = 0"),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention"] * 2},
+            DEPTH,
+        ),
+        ("qwen3", {"layer_types": ["full_attention"] * 2}, DEPTH),
+        ("kimi_linear", {"layer_types": ["full_attention"]}, DEPTH),
+        ("lfm2", {"layer_types": "conv"}, DEPTH),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, DEPTH),
+        ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling = 0"),
+        ("jamba", {"attn_layer_period": 0}, "attn_layer_period = 0"),
+        ("falcon_h1", {"mlp_multipliers": 3}, "mlp_multipliers = 3"),
+        ("falcon_h1", {"ssm_multipliers": [1]}, "ssm_multipliers = [1]"),
+        ("mamba2", {"time_step_limit": 5}, "time_step_limit = 5"),
+        ("xlstm", {"num_heads": 0}, "num_heads = 0"),
+    ],
+)
+def test_a_field_with_a_wrong_value_is_named(name: str, fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    folders.write(tmp_path, name)
+    change(tmp_path, fields)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read_spec(tmp_path)

@@ -26,10 +26,11 @@ class FalconH1(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(projectors_bias=False)
-        factors = [config.get("ssm_in_multiplier", 1.0) * x for x in config.get("ssm_multipliers", [1.0] * 5)]
+        of_inputs = config.get("ssm_in_multiplier", 1.0)
+        factors = StreamFactors._make(of_inputs * x for x in config.get("ssm_multipliers", [1.0] * 5))
         first = config.get("mamba_norm_before_gate", True)
         norm = config.get("mamba_rms_norm", False) and ("first" if first else True)
-        mamba2 = ssd.mixer(config, config.get("mamba_d_ssm"), norm=norm, factors=StreamFactors(*factors))
+        mamba2 = ssd.mixer(config, config.get("mamba_d_ssm"), norm=norm, factors=factors)
         of_input = config.get("attention_in_multiplier", 1.0)  # q, k and v have it: the scores its square
         key_scale = config.get("key_multiplier", 1.0) * of_input**2
         attention = decoder.attention(config, key_scale=key_scale, **config.rotary())

@@ -40,7 +40,7 @@ class GraniteMoeHybrid(Family):
             "linear_attention": ssd.mixer(config),
             "full_attention": decoder.attention(config, scale=scale, **rotary),
         }
-        kinds = config.get("layer_types", ["linear_attention"] * config["num_hidden_layers"])
+        kinds = config.layer_types(["linear_attention"] * config["num_hidden_layers"])
         pattern = [KINDS.get(kind, kind) for kind in kinds]
         shared, experts = config.get("shared_intermediate_size", 1024), config.get("num_local_experts", 8)
         mlp: Dense | MoE = Dense(width=shared)

@@ -20,7 +20,8 @@ class Qwen3(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(use_sliding_window=False)
-        if other := {*config.get("layer_types", [])} - {"full_attention"}:
+        types = config.layer_types(["full_attention"] * config["num_hidden_layers"])
+        if other := {*types} - {"full_attention"}:
             raise ConfigError(f"config.json: layer_types must be 'full_attention' for Qwen3, got {sorted(other)}")
         layer = decoder.attention(config, qk_norm="head", **config.rotary())
         layer = layer.model_copy(update={"head_width": config.get("head_dim", HEAD_WIDTH)})

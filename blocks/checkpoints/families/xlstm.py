@@ -33,8 +33,9 @@ class XLSTM(Family):
     )  # fmt: skip
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
-        width, heads, eps = config["hidden_size"], config["num_heads"], config.get("norm_eps", 1e-6)
+        eps = config.get("norm_eps", 1e-6)
         config.require(use_bias=False, add_out_norm=True, weight_mode="single", gate_soft_cap=GATE_CAP, eps=eps)
+        width, heads = config["hidden_size"], config["num_heads"]
         mixer = MLSTM(
             heads=heads,
             key_width=int(width * config.get("qk_dim_factor", 0.5)) // heads,
