@@ -107,12 +107,18 @@ def attention_stack_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def first(spec: ModelSpec, kind: type[Any]) -> Any:
-    """Return the first mixer of a class. Raises: ValueError: the stack has none."""
+# Written for a stack without attention: the fields have no effect, but transformers needs them, and heads that divide
+NO_ATTENTION = Attention(heads=1, key_value_heads=1)
+
+
+def first(spec: ModelSpec, kind: type[Any], default: Any = None) -> Any:
+    """Return the first mixer of a class, or the default. Raises: ValueError: the stack has none, nor is a default."""
     for layer in spec.expand():
         for mixer in layer.mixers:
             if type(mixer) is kind:
                 return mixer
+    if default is not None:
+        return default
     raise ValueError(f"the stack has no {kind.__name__}")
 
 

@@ -125,11 +125,12 @@ def check_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> None:
 
 
 def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict[str, Any]]:
-    """Return the family that expresses a stack, and its config.json.
+    """Return the family that expresses a stack, and its config.json; of several, that with the fewest fields.
 
     Raises: ConfigError: the family, or without a `model_type` any installed one, does not express the stack.
     """
     names = [model_type] if model_type else registry.names(registry.FAMILIES)
+    fits: list[tuple[Family, dict[str, Any]]] = []
     reasons, others = [], []
     for name in names:
         found = family(name)
@@ -147,8 +148,11 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
             continue
         difference = None if back == spec else first_difference(spec, back)
         if difference is None:
-            return found, config
-        reasons.append(f"{name}: {difference}")
+            fits.append((found, config))
+        else:
+            reasons.append(f"{name}: {difference}")
+    if fits:
+        return min(fits, key=lambda fit: len(fit[1]))
     if others:
         reasons.append(f"other layers or settings: {', '.join(others)}")
     kind = f"a model of type {model_type!r} of" if model_type else "any family of"

@@ -25,8 +25,8 @@ def mixer(config: HubConfig, norm_eps: float, **fields: Any) -> GatedDeltaNet:
 
 
 def mixer_config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields that `mixer` reads."""
-    found = decoder.first(spec, GatedDeltaNet)
+    """Return the fields that `mixer` reads; those of a small mixer, if the stack has none."""
+    found = decoder.first(spec, GatedDeltaNet, GatedDeltaNet(heads=1, key_width=8, value_width=8))
     shape = found.shape(spec.width)
     return {
         "linear_num_key_heads": shape.heads,
@@ -60,7 +60,7 @@ def qwen_stack(config: HubConfig, default_interval: int = 4) -> dict[str, Any]:
 
 def qwen_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that `qwen_stack` reads."""
-    attention = decoder.attention_config(decoder.first(spec, Attention), spec.width)
+    attention = decoder.attention_config(decoder.first(spec, Attention, decoder.NO_ATTENTION), spec.width)
     attention["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return {
         **decoder.sizes_config(spec),

@@ -27,6 +27,11 @@ def mixer(config: HubConfig, channels: int | None = None, **fields: Any) -> Mamb
     )
 
 
+def no_mixer(width: int) -> Mamba2:
+    """Return the mixer that is written for a stack without Mamba-2: transformers checks its sizes."""
+    return Mamba2(heads=1, value_heads=1, value_width=2 * width)
+
+
 def mixer_config(found: Mamba2, width: int) -> dict[str, Any]:
     """Return the fields that `mixer` reads."""
     shape = found.shape(width)

@@ -89,6 +89,32 @@ def test_mamba2_with_channels_that_are_no_multiple_of_the_width_is_not_written(t
         model.save_pretrained(tmp_path / "a", model_type="mamba2")
 
 
+LINEAR_LAYERS, FULL_LAYERS = ({"layer_types": [f"{kind}_attention"] * 3} for kind in ("linear", "full"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *[(name, fields) for name in ("qwen3_next", "qwen3_5_text") for fields in (LINEAR_LAYERS, FULL_LAYERS)],
+        *[("granitemoehybrid", fields) for fields in (LINEAR_LAYERS, FULL_LAYERS, {"layer_types": None})],
+        *[("minimax", fields) for fields in (LINEAR_LAYERS, FULL_LAYERS)],
+        *[("bamba", {"attn_layer_indices": places}) for places in (None, [], [0, 1, 2])],
+        *[("lfm2", {"layer_types": kinds}) for kinds in (None, ["conv"] * 3, ["full_attention"] * 3)],
+        *[("lfm2_moe", {"layer_types": kinds}) for kinds in (["conv"] * 3, ["full_attention"] * 3)],
+        *[("jamba", {"attn_layer_period": n, "attn_layer_offset": n - 1}) for n in (1, 9)],
+    ],
+)
+def test_a_model_with_layers_of_one_kind_is_written(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    source, written = tmp_path / "source", tmp_path / "written"
+    folders.write(source, name, fields=fields)
+    if None in fields.values():
+        change(source, {}, missing=(*fields,))
+    model = deltazoo.from_pretrained(source)
+    model.save_pretrained(written)
+    assert_logits_of_transformers(written)
+    assert deltazoo.from_pretrained(written).spec == model.spec
+
+
 DEPTH = "layer_types must be a list of num_hidden_layers = 3"
 
 

@@ -92,7 +92,7 @@ def test_transformers_loads_our_folder_without_a_warning(
 
 @pytest.mark.parametrize("name", folders.MODELS)
 def test_a_stack_without_an_origin_has_one_config(name: str, tmp_path: Path) -> None:
-    """A model that was trained here is written as the first family that expresses it, and read as the same stack."""
+    """A model that was trained here is written as the simplest family that expresses it, and read as the same stack."""
     folders.write(tmp_path / "source", name)
     model = deltazoo.from_pretrained(tmp_path / "source")
     model.origin = None

@@ -40,11 +40,11 @@ class Bamba(Family):
         layers = spec.expand()
         mlp = layers[0].mlp
         assert isinstance(mlp, Dense)
-        attention = decoder.attention_config(decoder.first(spec, Attention), spec.width)
+        attention = decoder.attention_config(decoder.first(spec, Attention, decoder.NO_ATTENTION), spec.width)
         return {
             **decoder.sizes_config(spec),
             **{field: value for field, value in attention.items() if field != "head_dim"},
-            **ssd.mixer_config(decoder.first(spec, Mamba2), spec.width),
+            **ssd.mixer_config(decoder.first(spec, Mamba2, ssd.no_mixer(spec.width)), spec.width),
             "attn_layer_indices": [i for i, layer in enumerate(layers) if type(layer.mixers[0]) is Attention],
             "intermediate_size": mlp.hidden(spec.width),
         }

@@ -59,7 +59,7 @@ class GraniteMoeHybrid(Family):
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         layers = spec.expand()
-        attention, mlp = decoder.first(spec, Attention), layers[0].mlp
+        attention, mlp = decoder.first(spec, Attention, decoder.NO_ATTENTION), layers[0].mlp
         fields = decoder.attention_config(attention, spec.width)
         if isinstance(mlp, MoE):
             sizes = {"intermediate_size": mlp.hidden(spec.width), "shared_intermediate_size": mlp.shared_width}
@@ -70,7 +70,7 @@ class GraniteMoeHybrid(Family):
         return {
             **decoder.sizes_config(spec),
             **{field: value for field, value in fields.items() if field != "head_dim"},
-            **ssd.mixer_config(decoder.first(spec, Mamba2), spec.width),
+            **ssd.mixer_config(decoder.first(spec, Mamba2, ssd.no_mixer(spec.width)), spec.width),
             **sizes,
             "layer_types": decoder.layer_types_config(spec),
             "position_embedding_type": None if attention.rotary_theta is None else "rope",

@@ -40,16 +40,12 @@ class MiniMax(Family):
         }
         default = ["linear_attention" if i % 2 else "full_attention" for i in range(depth)]
         pattern = decoder.layer_types(config, default)
-        mlp = MoE(
-            width=config["intermediate_size"],
-            experts=config["num_local_experts"],
-            active=config["num_experts_per_tok"],
-        )
+        hidden, experts = config["intermediate_size"], config["num_local_experts"]
         return {
             **decoder.sizes(config),
             "pattern": pattern,
             "layers": {name: mixer for name, mixer in mixers.items() if name in pattern},
-            "mlp": mlp,
+            "mlp": MoE(width=hidden, experts=experts, active=config["num_experts_per_tok"]),
             "norm_position": "post",
             "residual_scale": self._factor(config, "alpha"),
             "branch_scale": self._factor(config, "beta"),
@@ -58,10 +54,14 @@ class MiniMax(Family):
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         layer = spec.expand()[0]
         assert isinstance(layer.mlp, MoE)
+        attention = decoder.first(spec, Attention, layer.mixers[0])
+        if isinstance(attention, LightningAttention):  # the sizes are those of both
+            shape = attention.shape(spec.width)
+            attention = Attention(heads=shape.heads, key_value_heads=shape.heads, head_width=shape.key_width)
         factors = {"alpha": layer.residual_scale, "beta": layer.branch_scale}
         return {
             **decoder.sizes_config(spec),
-            **decoder.attention_config(decoder.first(spec, Attention), spec.width),
+            **decoder.attention_config(attention, spec.width),
             **{f"{branch}_{kind}_factor": x for branch in BRANCHES for kind, x in factors.items()},
             "layer_types": decoder.layer_types_config(spec),
             "intermediate_size": layer.mlp.hidden(spec.width),
