@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from deltazoo.backends.io.errors import ConfigError, cut, file_errors
 from deltazoo.blocks.data.encoding import load_tokenizer
 from deltazoo.blocks.data.shards import TOKENIZER
 from deltazoo.blocks.data.text import BYTES
+from deltazoo.blocks.data.text_stream import TextStream, TokenStream, Vocabulary
 
 GENERATION = "generation_config.json"
 # What a folder has beside its weights: the tokenizer, and what other programs need of it
@@ -28,6 +29,7 @@ class Tokenizer:
     def __init__(self, folder: Path, end: tuple[int, ...] = ()) -> None:
         self.folder, self.end = folder, end
         self._loaded: Any = None
+        self._vocabulary: Vocabulary | None = None
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with those that the tokenizer puts around a text. Raises: ConfigError."""
@@ -39,13 +41,11 @@ class Tokenizer:
         text: str = self._tokenizer().decode(tokens, skip_special_tokens=True)
         return text
 
-    def decode_stream(self) -> Callable[[int], str]:
-        """Return a function that takes one token after the other, and returns the text that it completes, or ""."""
-        tokenizer = self._tokenizer()
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-        return lambda token: stream.step(tokenizer, token) or ""
+    def decode_stream(self, prompt: Sequence[int]) -> TextStream:
+        """Return the text of the tokens that follow a prompt, without special tokens. Raises: ConfigError."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._tokenizer())
+        return TokenStream(self._vocabulary, prompt)
 
     def copy_files(self, target: Path) -> None:
         """Copy the files of the tokenizer and of generation. Raises: ConfigError: one cannot be copied."""

@@ -1,6 +1,5 @@
 """Text completion with a byte-level model, streamed as the bytes are generated."""
 
-import codecs
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from deltazoo.blocks.checkpoints.bare import is_pretrained
 from deltazoo.blocks.checkpoints.folder import load_model
 from deltazoo.blocks.checkpoints.pretrained import from_pretrained
 from deltazoo.blocks.data.text import BYTES
+from deltazoo.blocks.data.text_stream import ByteStream
 from deltazoo.blocks.generation.generate import stream
 from deltazoo.blocks.generation.kept import borrowed_decoder
 from deltazoo.blocks.generation.sampling import Sampling
@@ -114,7 +114,7 @@ def generate(
     stops = {text: encode("stop", text) for text in sampling.stop if isinstance(text, str)}
     if len(stops) < len(set(sampling.stop)):
         raise ConfigError(f"stop must contain texts for a prompt of text, got {sampling.stop!r}")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = ByteStream()
     pieces: list[str] = []
     generated = bytearray()
     outside = 0
@@ -132,11 +132,11 @@ def generate(
             generated.append(byte)
             if len(generated) == 1:
                 first = time.perf_counter()
-            pieces.append(decoder.decode(bytes([byte])))
+            pieces.append(decoder.step(byte))
             if on_text is not None and pieces[-1]:
                 on_text(pieces[-1])
         decode_s = time.perf_counter() - first
-    pieces.append(decoder.decode(b"", final=True))
+    pieces.append(decoder.flush())
     if on_text is not None and pieces[-1]:
         on_text(pieces[-1])
     if outside:

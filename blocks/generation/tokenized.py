@@ -74,7 +74,7 @@ def complete(
     if not prompt_BT.numel():
         raise ConfigError(f"prompt must contain at least one token, got {prompt!r}")
     limit, end = sampling.max_tokens, tuple(token for token in tokenizer.end if 0 <= token < model.spec.vocab)
-    decode, text, tokens, stop = tokenizer.decode_stream(), "", 0, None
+    decoder, text, tokens, stop = tokenizer.decode_stream(prompt_BT[0].tolist()), "", 0, None
     reason: Literal["end", "stop", "max_tokens"] = "max_tokens"
     with ExitStack() as stack:
         with sizes_in_memory_errors(max_tokens=limit):
@@ -89,7 +89,7 @@ def complete(
             if token in end:
                 reason = "end"
                 break
-            piece = decode(token)
+            piece = decoder.step(token)
             ends = {at + len(entry): entry for entry in texts if (at := (text + piece).find(entry)) >= 0}
             if ends:
                 reason, stop = "stop", ends[min(ends)]

@@ -381,8 +381,14 @@ def test_a_model_with_a_tokenizer_takes_text_and_ends_with_its_end_tokens(model)
         def encode(self, text):
             return [ord(letter) - ord("a") for letter in text]
 
-        def decode_stream(self):
-            return lambda token: chr(token + ord("a"))
+        def decode_stream(self, prompt):
+            return self
+
+        def step(self, token):
+            return chr(token + ord("a"))
+
+        def flush(self):
+            return ""
 
     model.tokenizer = Letters()
     engine = make(model)

@@ -98,3 +98,33 @@ def test_a_folder_of_256_tokens_without_a_tokenizer_is_one_of_bytes(tmp_path: Pa
     model = deltazoo.load(tmp_path / "a")
     assert model.tokenizer is None
     assert deltazoo.generate(model, "ab", Sampling(max_tokens=3)).bytes == 3
+
+
+LLAMA_WORDS = ["<end>", "<unk>", "▁red", "▁green", "▁blue", "<0xE2>", "."]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({}, " green blue\ufffd.", "end"),
+        ({"stop": (" green",)}, " green", "stop"),
+        ({"stop": ("x", "e\ufffd")}, " green blue\ufffd", "stop"),
+    ],
+)
+def test_generate_and_the_engine_give_the_text_that_follows_the_prompt(
+    folder: Path, fields: dict[str, object], text: str, reason: str
+) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {word: i for i, word in enumerate(LLAMA_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    model = deltazoo.from_pretrained(folder)
+    assert greedy(model, "red", **fields)[:2] == (text, reason)
+    engine = deltazoo.Engine(model, slots=1, cache_tokens=64)
+    request = engine.submit("red", Sampling(temperature=0, **{"max_tokens": 9, **fields}))
+    assert "".join(event.text for event in engine) == request.text == text
+    assert request.reason == reason

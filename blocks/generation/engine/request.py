@@ -1,14 +1,14 @@
 """A request to an engine: its prompt, its continuation so far, and why it ended."""
 
-import codecs
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from deltazoo.backends.io.errors import ConfigError, ValueRangeError
 from deltazoo.blocks.data.text import BYTES
+from deltazoo.blocks.data.text_stream import ByteStream, TextStream
 from deltazoo.blocks.generation.generate import stop_sequences
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel
@@ -29,12 +29,12 @@ class TokenLogprobs(NamedTuple):
 class TextCodec(NamedTuple):
     """Text to tokens and back.
 
-    decoder: returns a function that takes one token after the other, and returns the text that it completes.
+    decoder: returns the text of the tokens that follow a prompt.
     end: the tokens that end a text.
     """
 
     encode: Callable[[str], list[int]]
-    decoder: Callable[[], Callable[[int], str]]
+    decoder: Callable[[Sequence[int]], TextStream]
     end: tuple[int, ...] = ()
 
     @classmethod
@@ -44,7 +44,7 @@ class TextCodec(NamedTuple):
         if tokenizer is not None:
             end = tuple(token for token in tokenizer.end if 0 <= token < model.spec.vocab)
             return cls(tokenizer.encode, tokenizer.decode_stream, end)
-        return cls(_encode_bytes, _byte_decoder) if model.spec.vocab >= BYTES else None
+        return cls(_encode_bytes, lambda prompt: ByteStream()) if model.spec.vocab >= BYTES else None
 
 
 @dataclass(eq=False)
@@ -116,11 +116,11 @@ class Continuation:
         self._sequences = stop_sequences([entry for entry in stop if not isinstance(entry, str)], vocab)
         self._end = codec.end if codec is not None and of_text else ()
         self._tail: deque[int] = deque(maxlen=max(map(len, self._sequences), default=1))
-        self._decode: Callable[[int], str] | None = None
+        self._decoder: TextStream | None = None
         if of_text or self._texts:
             if codec is None:
                 raise ConfigError(f"stop must contain tokens for a vocabulary of {vocab} without text, got {stop!r}")
-            self._decode = codec.decoder()
+            self._decoder = codec.decoder(request.prompt)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> Event:
         """Append a token; the event says which text it completes."""
@@ -133,7 +133,7 @@ class Continuation:
         if token in self._end:
             request.end("end")
             return Event(request, token)
-        piece = "" if self._decode is None else self._append_text(self._decode(token))
+        piece = "" if self._decoder is None else self._append_text(self._decoder.step(token))
         if self._sequences:
             self._tail.append(token)
             last = tuple(self._tail)
@@ -171,8 +171,3 @@ def _encode_bytes(text: str) -> list[int]:
         return list(text.encode())
     except UnicodeEncodeError as error:
         raise ConfigError(f"prompt must be text in UTF-8, got {text!r}") from error
-
-
-def _byte_decoder() -> Callable[[int], str]:
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    return lambda token: decoder.decode(bytes([min(token, BYTES - 1)]))
