@@ -21,7 +21,7 @@ class TokenCompletion(BaseModel):
     """A generated continuation of a prompt by a model with a tokenizer.
 
     Args:
-        text: the continuation, without special tokens.
+        text: the continuation, without special tokens; invalid UTF-8 is replaced.
         tokens: number of generated tokens, with the one that ended it.
         reason: why the generation ended: with a token that ends texts, after a stop text, or at the limit.
         stop: the stop text that ended it, which is the end of `text`; None: there was none.
@@ -100,6 +100,10 @@ def complete(
             if stop is not None:
                 break
         decode_s = time.perf_counter() - first
+        rest = decoder.flush() if stop is None else ""
+        text += rest
+        if on_text is not None and rest:
+            on_text(rest)
         del columns  # its cleanup needs the decoder
     return TokenCompletion(
         prompt=prompt,

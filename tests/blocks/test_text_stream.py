@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deltazoo.blocks.data.text_stream import ByteStream
 from deltazoo.blocks.data.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -97,3 +98,15 @@ def _letter(byte: int) -> str:
     """The letter of a byte in the vocabulary of GPT-2."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return chr(byte) if byte in shown else chr(256 + sum(other not in shown for other in range(byte)))
+
+
+def test_an_incomplete_last_character_is_replaced(llama: Tokenizer, gpt: Tokenizer) -> None:
+    cut = "€".encode()[:2]
+    byte_level = [gpt.encode("€")[0], gpt.encode("€")[1]]
+    for stream, tokens in (
+        (ByteStream(), list(cut)),
+        (llama.decode_stream([]), bytes_of(cut)),
+        (gpt.decode_stream([]), byte_level),
+    ):
+        assert [stream.step(token) for token in tokens] == ["", ""]
+        assert [stream.flush(), stream.flush()] == ["\ufffd", ""]

@@ -107,6 +107,7 @@ LLAMA_WORDS = ["<end>", "<unk>", "▁red", "▁green", "▁blue", "<0xE2>", "."]
     ("fields", "text", "reason"),
     [
         ({}, " green blue\ufffd.", "end"),
+        ({"max_tokens": 3}, " green blue\ufffd", "max_tokens"),
         ({"stop": (" green",)}, " green", "stop"),
         ({"stop": ("x", "e\ufffd")}, " green blue\ufffd", "stop"),
     ],

@@ -54,7 +54,8 @@ class Request:
     Args:
         prompt: its tokens.
         tokens: the tokens of the continuation so far.
-        text: the continuation as text, for a prompt of text or with stop texts.
+        text: the continuation as text, for a prompt of text or with stop texts; invalid UTF-8 is replaced. A cancelled
+            request has no text of an incomplete last character.
         logprobs: one entry per token if `sampling.logprobs` is set.
         reason: why it ended: a token that ends texts, a stop sequence or text, the limit of tokens, `Engine.cancel`, or
             an error; None until then.
@@ -130,10 +131,12 @@ class Continuation:
         request.tokens.append(token)
         if logprobs is not None:
             request.logprobs.append(logprobs)
+        piece, decoder = "", self._decoder
         if token in self._end:
             request.end("end")
-            return Event(request, token)
-        piece = "" if self._decoder is None else self._append_text(self._decoder.step(token))
+        elif decoder is not None:
+            piece = self._append_text(decoder.step(token))
+        is_cut = request.reason == "stop"  # at a stop text
         if self._sequences:
             self._tail.append(token)
             last = tuple(self._tail)
@@ -141,6 +144,10 @@ class Continuation:
                 request.end("stop")
         if len(request.tokens) >= request.sampling.max_tokens:
             request.end("max_tokens")
+        if request.done and decoder is not None and not is_cut:
+            rest = decoder.flush()
+            request.text += rest
+            piece += rest
         return Event(request, token, piece)
 
     def _append_text(self, piece: str) -> str:
