@@ -110,6 +110,13 @@ def test_an_interrupted_file_is_resumed(model, tmp_path, monkeypatch):
         ("line 2: two prompts have the id 1", [{"prompt": "a", "id": 1}, {"prompt": "b"}]),
         ("line 1: id must be a text or an integer", [{"prompt": "a", "id": 1.5}]),
         ("line 1: Sampling: temperature must be at least 0", [{"prompt": "a", "temperature": -1}]),
+        (
+            r"line 2: the tokens of a prompt must be integers in \[0, 256\), got 999",
+            [{"prompt": "a"}, {"prompt": [999]}],
+        ),
+        ("line 2: seed must be a number or None", [{"prompt": "a"}, {"prompt": "a", "seed": [1]}]),
+        (r"line 1: stop must contain tokens in \[0, 256\)", [{"prompt": "a", "stop": [999]}, {"prompt": "a"}]),
+        (r"line 1: prompt must be text in UTF-8, got '\\ud800'", [{"prompt": "\ud800"}]),
         ("temperature must be 0 or at least 1e-30, got 1e-40", [{"prompt": "a", "temperature": 1e-40}]),
     ],
 )
@@ -135,3 +142,20 @@ def test_the_prompts_are_not_the_output(model, tmp_path):
     prompts = write(tmp_path / "in.jsonl", {"id": "a", "prompt": "abc"})
     with pytest.raises(ConfigError, match=r"the output must be another file than the prompts, got"):
         generate_file(model, prompts, prompts, SAMPLING)
+
+
+def test_a_text_without_tokens_and_a_text_without_a_vocabulary_are_refused(model, build, spec, tmp_path):
+    class Empty:
+        end = ()
+
+        def encode(self, text):
+            return []
+
+        decode_stream = None
+
+    prompts = write(tmp_path / "in.jsonl", {"prompt": [1]}, {"prompt": "a"})
+    model.tokenizer = Empty()
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 2: a prompt must have at least one token, got none"):
+        generate_file(model, prompts, tmp_path / "out.jsonl")
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 2: a prompt of text needs a vocabulary of bytes"):
+        generate_file(build(spec), prompts, tmp_path / "out.jsonl")

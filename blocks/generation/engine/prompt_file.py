@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.backends.io.errors import ConfigError, InputError, cut, file_errors
 from deltazoo.backends.io.json_text import json_object
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.blocks.generation.engine.engine import Engine
 from deltazoo.blocks.generation.engine.pages import whole_pages
-from deltazoo.blocks.generation.engine.request import Request, TextCodec
+from deltazoo.blocks.generation.engine.request import Request, TextCodec, check_prompt, check_sampling
 from deltazoo.blocks.generation.sampling import Sampling
 from deltazoo.blocks.model.interface import TokenModel
 
@@ -55,8 +55,9 @@ class FileCompletion(BaseModel):
 
 
 class _Entry(NamedTuple):
-    """A line of the file: its id, the prompt, and its sampling."""
+    """A line of the file: its place, its id, the prompt, and its sampling."""
 
+    place: str
     id: str | int
     prompt: str | list[int]
     sampling: Sampling
@@ -158,7 +159,7 @@ def _entry(place: str, fields: dict[str, Any], number: int, sampling: Sampling) 
     if isinstance(sampling.seed, int):
         fields.setdefault("seed", (sampling.seed + number) % 2**63)
     try:
-        return _Entry(id, prompt, Sampling(**{**sampling.model_dump(), **fields}))
+        return _Entry(place, id, prompt, Sampling(**{**sampling.model_dump(), **fields}))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
 
@@ -186,15 +187,23 @@ def _finished_ids(path: Path) -> set[str | int]:
 
 
 def _longest(model: TokenModel, entries: list[_Entry]) -> int:
-    """Return the number of tokens that a slot must hold."""
-    codec = TextCodec.of(model)
-    if codec is None and any(isinstance(entry.prompt, str) for entry in entries):
-        raise ConfigError(f"prompts of text need a vocabulary of bytes or a tokenizer, got one of {model.spec.vocab}")
-    lengths = (
-        len(codec.encode(entry.prompt)) if codec and isinstance(entry.prompt, str) else len(entry.prompt)
-        for entry in entries
-    )
-    return max(length + entry.sampling.max_tokens for length, entry in zip(lengths, entries, strict=True))
+    """Check the prompts, and return the number of tokens that a slot must hold."""
+    codec, vocab, longest = TextCodec.of(model), model.spec.vocab, 0
+    for entry in entries:
+        try:
+            tokens = entry.prompt
+            if isinstance(tokens, str):
+                if codec is None:
+                    raise ConfigError(
+                        f"a prompt of text needs a vocabulary of bytes or a tokenizer, got one of {vocab}"
+                    )
+                tokens = codec.encode(tokens)
+            check_prompt(tokens, vocab)
+            check_sampling(entry.sampling, codec, vocab)
+        except (ConfigError, InputError) as error:
+            raise ConfigError(f"{entry.place}: {error}") from error
+        longest = max(longest, len(tokens) + entry.sampling.max_tokens)
+    return longest
 
 
 def _result(entry: _Entry, request: Request) -> dict[str, Any]:

@@ -112,15 +112,14 @@ class Continuation:
 
     def __init__(self, request: Request, codec: TextCodec | None, of_text: bool, vocab: int) -> None:
         stop = request.sampling.stop
+        check_sampling(request.sampling, codec, vocab)
         self._request = request
         self._texts = [entry for entry in stop if isinstance(entry, str)]
         self._sequences = stop_sequences([entry for entry in stop if not isinstance(entry, str)], vocab)
         self._end = codec.end if codec is not None and of_text else ()
         self._tail: deque[int] = deque(maxlen=max(map(len, self._sequences), default=1))
         self._decoder: TextStream | None = None
-        if of_text or self._texts:
-            if codec is None:
-                raise ConfigError(f"stop must contain tokens for a vocabulary of {vocab} without text, got {stop!r}")
+        if codec is not None and (of_text or self._texts):
             self._decoder = codec.decoder(request.prompt)
 
     def append(self, token: int, logprobs: TokenLogprobs | None) -> Event:
@@ -171,6 +170,16 @@ def check_prompt(tokens: list[int], vocab: int) -> None:
     if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
         wrong = next(token for token in tokens if not isinstance(token, int) or not 0 <= token < vocab)
         raise ValueRangeError(f"the tokens of a prompt must be integers in [0, {vocab}), got {wrong!r}")
+
+
+def check_sampling(sampling: Sampling, codec: TextCodec | None, vocab: int) -> None:
+    """Raise ValueRangeError or ConfigError if a request cannot have this sampling."""
+    stop = sampling.stop
+    if isinstance(sampling.seed, tuple):
+        raise ValueRangeError(f"seed must be a number or None for a request, got {sampling.seed}")
+    stop_sequences([entry for entry in stop if not isinstance(entry, str)], vocab)
+    if codec is None and any(isinstance(entry, str) for entry in stop):
+        raise ConfigError(f"stop must contain tokens for a vocabulary of {vocab} without text, got {stop!r}")
 
 
 def _encode_bytes(text: str) -> list[int]:
