@@ -159,3 +159,12 @@ def test_a_text_without_tokens_and_a_text_without_a_vocabulary_are_refused(model
         generate_file(model, prompts, tmp_path / "out.jsonl")
     with pytest.raises(ConfigError, match=r"in\.jsonl, line 2: a prompt of text needs a vocabulary of bytes"):
         generate_file(build(spec), prompts, tmp_path / "out.jsonl")
+
+
+def test_a_file_of_other_bytes_is_refused_and_a_byte_order_mark_is_skipped(model, tmp_path):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"in\.jsonl must be text in UTF-8: invalid start byte at byte 12"):
+        generate_file(model, prompts, out, SAMPLING)
+    prompts.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
+    assert generate_file(model, prompts, out, SAMPLING).completed == 2

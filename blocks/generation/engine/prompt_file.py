@@ -133,7 +133,11 @@ def generate_file(
 
 def _read_prompts(path: Path, sampling: Sampling) -> list[_Entry]:
     with file_errors("read", path):
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be text in UTF-8: {error.reason} at byte {error.start}") from error
     entries, ids = list[_Entry](), set[str | int]()
     for number, line in enumerate(text.split("\n")):
         if not line.strip():
