@@ -32,7 +32,9 @@ def command(
             help="With --prompts: JSON Lines file to append results to; prompts whose ids it has are skipped."
         ),
     ] = None,
-    slots: Annotated[int | None, typer.Option(show_default="16", help="With --prompts: prompts in progress.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, show_default="16", help="With --prompts: prompts in progress.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens (bytes without a tokenizer).")] = 256,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 selects the most likely byte.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely bytes.")] = None,

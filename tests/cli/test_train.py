@@ -338,3 +338,4 @@ def test_generate_continues_a_file_of_prompts(ok, run, folder, tmp_path):
         assert lone.startswith(texts[id])
     assert run("generate", folder, "--prompts", prompts).code == 2
     assert run("generate", folder, *options, "--prompt", "a").code == 2
+    assert run("generate", folder, *options, "--slots", 0).code == 2
