@@ -65,7 +65,7 @@ class Decoder:
         self._step = compiled_step(_step, model.device) if compile and self.layers is None else _step
         self._layout = _layout(model)
         self._replay: Call | None = None
-        self.steps = 0  # number of calls of `step`
+        self.steps = self.prefills = 0  # numbers of calls of `step` and `prefill`
         self.prompts: PromptGraphs | None = None  # only of a kept decoder, whose model is compared before each call
         self.sampler = Sampler(self.tokens, self.logits)
         self.speculators: dict[int, Any] = {}  # by the number of drafted tokens
@@ -106,6 +106,7 @@ class Decoder:
             )
         if self.compile and self._layout != _layout(self.model):
             raise StateError("the model must keep the dtypes, shapes and devices of the compiled decoder, got others")
+        self.prefills += 1
         if self.prompts is not None and mask_BT is None:
             self.prompts.read(self._read, tokens_BT)
         else:

@@ -65,6 +65,8 @@ def stream(
     """Yield the columns [B] of the result of `generate_tokens` as they are sampled; arguments as for `generate_tokens`.
 
     The columns are on the CPU. On CUDA the device is one token ahead, so that it does not wait for the host.
+
+    A `Decoder` has one state, so a later call with it ends the stream, which then raises StateError.
     """
     return _columns(model, _request(model, prompt, sampling, generator, speculate), 1)
 
@@ -114,7 +116,11 @@ def _columns(model: "TokenModel | Decoder", request: _Request, chunk: int) -> It
     tokens, limit = request.rows.tokens, request.sampling.max_tokens
     decode = _decode_with_drafts if request.drafted else _decode
     if isinstance(model, Decoder):
-        yield from decode(model, request, chunk)
+        columns, prefills = decode(model, request, chunk), model.prefills + 1
+        for column in columns:
+            yield column
+            if model.prefills != prefills:
+                raise StateError("the decoder has read another prompt: use one decoder for each stream")
         return
     with borrowed_decoder(model, tokens.shape[0], tokens.shape[1] + limit + request.drafted, limit) as kept:
         yield from decode(kept.decoder, request, chunk)
@@ -228,10 +234,12 @@ class _Stops:
 def _pad_left(prompt: Prompt) -> tuple[Tensor, Tensor | None]:
     """Return prompts as [B, T] with padding on the left, and the mask of tokens."""
     if isinstance(prompt, Tensor):
+        if prompt.dim() == 2 and not len(prompt):
+            raise ShapeError(f"prompt must have at least one row, got {list(prompt.shape)}")
         if prompt.dim() != 2:
             raise ShapeError(f"prompt must have shape [B, T], or be a list of tensors [T], got {list(prompt.shape)}")
         return prompt, None
-    if not all(isinstance(row, Tensor) for row in prompt):
+    if not isinstance(prompt, Sequence) or not all(isinstance(row, Tensor) for row in prompt):
         raise DtypeError(f"prompt must be a tensor [B, T], or a list of tensors [T], got {prompt!r:.80}")
     if not prompt or any(row.dim() != 1 or not len(row) for row in prompt):
         raise ShapeError(f"prompt must contain tensors [T] with T >= 1, got {[list(row.shape) for row in prompt]}")

@@ -297,6 +297,8 @@ ERRORS = [
     (ShapeError, "T >= 1", {"prompt": torch.zeros(2, 0, dtype=torch.int64)}),
     (ShapeError, "T >= 1", {"prompt": [torch.tensor([1]), torch.zeros(0, dtype=torch.int64)]}),
     (ShapeError, "T >= 1", {"prompt": []}),
+    (ShapeError, r"at least one row, got \[0, 3\]", {"prompt": torch.zeros(0, 3, dtype=torch.int64)}),
+    (DtypeError, r"prompt must be a tensor \[B, T\], or a list", {"prompt": iter([torch.tensor([1])])}),
     (DtypeError, "must be int64", {"prompt": torch.zeros(1, 3)}),
 ]
 
@@ -305,6 +307,18 @@ ERRORS = [
 def test_invalid_arguments_are_refused(model, tokens, error, sentence, change):
     with pytest.raises(error, match=sentence):
         generate(model, **{"prompt": tokens(1, 3), "max_tokens": 2} | change)
+
+
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_a_newer_stream_of_a_decoder_ends_the_older_one(model, tokens, speculate):
+    sampling, decoder = Sampling(max_tokens=4, temperature=0), Decoder(model, batch=1, capacity=12)
+    older, newer = (stream(decoder, tokens(1, n), sampling, speculate=speculate) for n in (3, 5))
+    next(older)
+    columns = [next(newer)]
+    with pytest.raises(StateError, match="use one decoder for each stream"):
+        next(older)
+    columns += newer
+    assert torch.equal(torch.stack(columns, 1), generate_tokens(model, tokens(1, 5), sampling))
 
 
 def test_a_decoder_refuses_inputs_beyond_its_batch_or_capacity(model, tokens):
