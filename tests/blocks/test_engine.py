@@ -402,6 +402,10 @@ def test_a_model_with_a_tokenizer_takes_text_and_ends_with_its_end_tokens(model)
         assert request.reason == ("end" if tokens[-1] == end else "max_tokens")
         assert request.text == "".join(chr(token + ord("a")) for token in tokens if token != end)
     assert requests[0].reason == "end"
+    of_tokens = engine.submit(requests[0].prompt, sampling)
+    run(engine)
+    assert of_tokens.tokens == alone(model, of_tokens.prompt, sampling)
+    assert of_tokens.reason == "max_tokens"
 
 
 def test_memory_does_not_grow_with_the_number_of_requests(model):
@@ -447,7 +451,7 @@ def test_sizes_of_steps_are_rounded_up_by_at_most_a_half():
         ("slots must be an integer >= 1", {"slots": 0}),
         ("step_tokens must be above slots = 4, got 4", {"step_tokens": 4}),
         ("cache_tokens must be at least slots = 4, got 3", {"cache_tokens": 3}),
-        ("needs the maximum length of a sequence", {"cache_tokens": None}),
+        ("the model keeps every token: give cache_tokens", {"cache_tokens": None}),
     ],
 )
 def test_an_engine_with_wrong_sizes_is_refused(model, sentence, settings):
