@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_structure
 
-from deltazoo.backends.io.errors import StateError
+from deltazoo.backends.io.errors import StateError, file_errors
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.mixers.core.mixer import State
 
@@ -63,11 +63,21 @@ def save(state: State, path: str | Path) -> None:
 def load_(state: State, path: str | Path) -> State:
     """Copy a saved state into `state`, which `init_state` of the same module returned.
 
-    Raises: StateError, if the file holds a state with other tensors or shapes.
+    Raises: StateError: the file holds no state, or one with other tensors, shapes or dtypes; ConfigError: it cannot be
+        read.
     """
-    saved, targets = torch.load(path, map_location="cpu", weights_only=True), _by_path(state)
+    targets, saved = _by_path(state), None
+    with file_errors("read", path), open(path, "rb") as file:
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of the many kinds that damaged files raise
+            raise StateError(f"{path} must hold a state that `save` wrote: {error}") from error
     if not isinstance(saved, dict) or list(saved) != list(targets):
         raise StateError(f"{path} must hold the state of the same kind of model, with the tensors {list(targets)}")
+    for name, target in targets.items():
+        given, dtype = (getattr(x, "dtype", None) for x in (saved[name], target))
+        if given != dtype:
+            raise StateError(f"{path}: {name} must be {dtype}, the dtype of the state, got {given}")
     rollback_(list(targets.values()), list(saved.values()))
     return state
 

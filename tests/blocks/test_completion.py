@@ -112,3 +112,10 @@ def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkey
     assert compiled.text == generate(model, "a", Sampling(max_tokens=50), compile=False).text
     assert generate(model, "a", Sampling(max_tokens=50)).compile_s == 0
     assert len(calls) == 1
+
+
+def test_a_number_of_drafts_beyond_the_memory_is_named():
+    huge = 10**18
+    attention = StackSpec(width=16, depth=1, vocab=256, pattern="attention(heads=1)").build()
+    with pytest.raises(ConfigError, match=rf"not enough memory.*; lower one of max_tokens=3, speculate={huge}$"):
+        generate(attention, "ab", Sampling(max_tokens=3), compile=False, speculate=huge)

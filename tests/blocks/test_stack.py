@@ -288,6 +288,14 @@ def test_a_saved_state_can_be_loaded_and_continued(model, tokens, tmp_path):
         assert_close(model(tokens_BT[:, 7:], loaded)[0], model(tokens_BT)[0][:, 7:])
     with pytest.raises(StateError, match="got other tensors or shapes"):
         load_(model.init_state(3, capacity=9), tmp_path / "state.pt")
+    other = torch.utils._pytree.tree_map(Tensor.float, model.init_state(2, capacity=9))
+    with pytest.raises(StateError, match=r"must be torch\.float32, the dtype of the state, got torch\.float64"):
+        load_(other, tmp_path / "state.pt")
+    (tmp_path / "state.pt").write_bytes(b"abc")
+    with pytest.raises(StateError, match=r"state\.pt must hold a state that `save` wrote"):
+        load_(other, tmp_path / "state.pt")
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.pt: No such file"):
+        load_(other, tmp_path / "none.pt")
 
 
 def test_gradients_flow_through_a_state_unless_detached(model, tokens):

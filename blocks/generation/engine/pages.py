@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from deltazoo.backends.io.errors import ValueRangeError
+from deltazoo.backends.io.errors import StateError, ValueRangeError
 from deltazoo.blocks.model.interface import StackState, TokenModel
 from deltazoo.mixers.core.mixer import PageTable
 from deltazoo.mixers.parts.attention.pages import CachePages
@@ -129,7 +129,12 @@ def row_states(model: TokenModel, cache_tokens: int | None, slots: int) -> RowSt
     if cache_tokens is not None and cache_tokens < slots:
         raise ValueRangeError(f"cache_tokens must be at least slots = {slots}, got {cache_tokens}")
     if cache_tokens is None:
-        initial = model.init_state(1, None)
+        try:
+            initial = model.init_state(1, None)
+        except StateError as error:
+            raise StateError(
+                "the model keeps every token: give cache_tokens, the tokens that its caches hold"
+            ) from error
         return RowStates(initial, None, [False] * len(tensors_of(initial)), None, None)
     pages = PageAllocator(-(-cache_tokens // PAGE_TOKENS), PAGE_TOKENS)
     is_cache, names = _without_pages(model)
