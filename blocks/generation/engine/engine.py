@@ -27,6 +27,7 @@ from deltazoo.blocks.generation.engine.request import (
     TextCodec,
     TokenLogprobs,
     check_prompt,
+    check_sampling,
 )
 from deltazoo.blocks.generation.engine.row_sampling import NOT_FINITE, DrawKind
 from deltazoo.blocks.generation.engine.steps import Steps, step_sizes
@@ -142,10 +143,9 @@ class Engine:
         """
         check_type("sampling", sampling, Sampling | None, "a Sampling or None")
         sampling = sampling or Sampling()
-        if isinstance(sampling.seed, tuple):
-            raise ValueRangeError(f"seed must be a number or None for a request, got {sampling.seed}")
         tokens, vocab = self._tokens(prompt), self.model.spec.vocab
         check_prompt(tokens, vocab)
+        check_sampling(sampling, self._codec, vocab)
         longest = len(tokens) + sampling.max_tokens - 1 + self.speculate  # the last token is not read
         if self.capacity is not None and longest > self.capacity:
             drafts = f", and {self.speculate} drafted ones" if self.speculate else ""
@@ -153,7 +153,7 @@ class Engine:
                 f"the caches hold at most {self.capacity} tokens of a request, but it needs {longest}: "
                 f"{len(tokens)} of the prompt and {sampling.max_tokens} new ones, the last of which is not read{drafts}"
             )
-        seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
+        seed = sampling.seed if isinstance(sampling.seed, int) else int(torch.randint(2**63 - 1, ()))
         request = Request(tokens, sampling)
         continuation = Continuation(request, self._codec, isinstance(prompt, str), vocab)
         prompt_T = torch.tensor(tokens, device="cpu")

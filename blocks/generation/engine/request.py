@@ -112,7 +112,6 @@ class Continuation:
 
     def __init__(self, request: Request, codec: TextCodec | None, of_text: bool, vocab: int) -> None:
         stop = request.sampling.stop
-        check_sampling(request.sampling, codec, vocab)
         self._request = request
         self._texts = [entry for entry in stop if isinstance(entry, str)]
         self._sequences = stop_sequences([entry for entry in stop if not isinstance(entry, str)], vocab)
