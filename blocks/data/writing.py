@@ -42,6 +42,8 @@ from deltazoo.blocks.data.part_writer import PartWriter
 from deltazoo.blocks.data.readers import Rules, Unit, plan_units
 from deltazoo.blocks.data.shards import FORMAT, INDEX, PARTS, TOKENIZER, Part, PartIndex, ShardIndex
 
+ENCODING = 2  # of a unit; raise it when equal settings give other tokens, so that units of before are not reused
+
 
 class ShardConfig(FrozenConfig):
     """How texts become token shards.
@@ -110,7 +112,7 @@ def write_shards(
     work_folder = output_folder(unfinished)
     with _only_process(work_folder):
         unit_folder = output_folder(work_folder / "units")
-        names = [_unit_name(unit, stats, f"{FORMAT} {encoder.origin} {rules}") for unit, _ in units]
+        names = [_unit_name(unit, stats, f"{ENCODING} {encoder.origin} {rules}") for unit, _ in units]
         tasks = [UnitTask(*unit, unit_folder / f"{name}.npz") for unit, name in zip(units, names, strict=True)]
         encoding = Encoding(config.tokenizer, config.end, rules)
         _encode_all(tasks, encoder, encoding, processes, progress)
