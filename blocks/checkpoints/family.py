@@ -97,12 +97,13 @@ class HubConfig:
                     f"got {cut(actual)}; deltazoo has no other form of it"
                 )
 
-    def rotary(self, theta: float = 10000.0, fraction: float = 1.0) -> dict[str, Any]:
+    def rotary(self, theta: float = 10000.0, fraction: float = 1.0, optional: bool = False) -> dict[str, Any]:
         """Return `rotary_theta`, `rotary_fraction` and, if there is one, `rope_scaling` of `Attention`.
 
-        As in transformers, rope_scaling replaces rope_parameters, and a theta that is null means no positions.
+        As in transformers, rope_scaling replaces rope_parameters.
 
-        Args: theta, fraction: the defaults of the family. Raises: ConfigError: a kind of scaling is not supported.
+        Args: theta, fraction: the defaults of the family; optional: a theta that is null means no positions.
+        Raises: ConfigError: theta is null and not optional, or a kind of scaling is not supported.
         """
         given = {
             "rope_theta": self.get_or_null("rope_theta", theta),
@@ -112,6 +113,8 @@ class HubConfig:
         parameters: dict[str, Any] = old or new or {}
         given |= {field: x for field, x in parameters.items() if field in given}
         base = given["rope_theta"]
+        if base is None and not optional:
+            raise ConfigError("config.json: rope_theta must be a number, got null")
         fields: dict[str, Any] = {
             "rotary_theta": None if base is None else float(base),
             "rotary_fraction": float(given["partial_rotary_factor"]),

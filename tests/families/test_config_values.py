@@ -64,6 +64,27 @@ def test_only_a_theta_that_is_null_leaves_out_the_positions_of_olmo_hybrid(
     assert_logits_of_transformers(tmp_path)
 
 
+def test_a_theta_that_is_null_is_refused_where_transformers_fails(tmp_path: Path) -> None:
+    folders.write(tmp_path / "llama", "llama")
+    for changes in ({"rope_theta": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}):
+        change(tmp_path / "llama", changes, missing=("rope_theta", "rope_parameters"))
+        with pytest.raises(ConfigError, match=r"config\.json: rope_theta must be a number, got null"):
+            read_spec(tmp_path / "llama")
+    folders.write(tmp_path / "granite", "granitemoehybrid")
+    change(tmp_path / "granite", {"position_embedding_type": "nope", "rope_theta": None}, missing=("rope_parameters",))
+    assert_logits_of_transformers(tmp_path / "granite")
+
+
+def test_attention_without_positions_is_not_written_as_llama(tmp_path: Path) -> None:
+    spec = deltazoo.StackSpec(
+        width=32, depth=2, vocab=folders.VOCAB, pattern="attention(heads=2, rotary_theta=null)", norm="rms",
+        mlp={"width": 40},
+    )  # fmt: skip
+    spec.build().save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "jamba"
+    assert_logits_of_transformers(tmp_path)
+
+
 def test_a_null_attention_multiplier_of_granite_is_the_scale_of_softmax_attention(tmp_path: Path) -> None:
     source, written = tmp_path / "source", tmp_path / "written"
     folders.write(source, "granitemoehybrid")

@@ -30,7 +30,8 @@ class GraniteMoeHybrid(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(normalization_function="rmsnorm")
-        rotary, positions = config.rotary(), config.get("position_embedding_type", "nope")
+        positions = config.get("position_embedding_type", "nope")
+        rotary = config.rotary(optional=positions == "nope")
         if positions not in ("rope", "nope"):
             raise ConfigError(f"config.json: position_embedding_type must be 'rope', 'nope' or null, got {positions!r}")
         if positions == "nope":

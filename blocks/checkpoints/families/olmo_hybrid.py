@@ -28,7 +28,7 @@ class OlmoHybrid(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         negative = "both" if config.get("linear_allow_neg_eigval", True) else "off"
-        attention = decoder.attention(config, qk_norm="all", **config.rotary())
+        attention = decoder.attention(config, qk_norm="all", **config.rotary(optional=True))
         layers = {
             "linear_attention": gated_delta.mixer(config, OUTPUT_NORM_EPS, negative_eigenvalues=negative),
             "full_attention": LayerSpec(mixer=attention, norm_position="output"),
