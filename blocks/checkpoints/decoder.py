@@ -107,10 +107,6 @@ def attention_stack_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-# Written for a stack without attention: the fields have no effect, but transformers needs them, and heads that divide
-NO_ATTENTION = Attention(heads=1, key_value_heads=1)
-
-
 def first(spec: ModelSpec, kind: type[Any], default: Any = None) -> Any:
     """Return the first mixer of a class, or the default. Raises: ValueError: the stack has none, nor is a default."""
     for layer in spec.expand():
@@ -120,6 +116,12 @@ def first(spec: ModelSpec, kind: type[Any], default: Any = None) -> Any:
     if default is not None:
         return default
     raise ValueError(f"the stack has no {kind.__name__}")
+
+
+def first_attention(spec: ModelSpec) -> Attention:
+    """Return the first attention, or for a stack without one head, because transformers needs heads that divide."""
+    found: Attention = first(spec, Attention, Attention(heads=1, key_value_heads=1))
+    return found
 
 
 def layer_types(config: HubConfig, default: Sequence[str]) -> str:

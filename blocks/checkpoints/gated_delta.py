@@ -5,7 +5,6 @@ from typing import Any
 from deltazoo.blocks.checkpoints import decoder
 from deltazoo.blocks.checkpoints.family import HubConfig
 from deltazoo.blocks.model.interface import ModelSpec
-from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.gated_deltanet import GatedDeltaNet
 
 HEAD_WIDTH = 256  # of the attention of a Qwen3-Next or Qwen3.5 without head_dim
@@ -60,7 +59,7 @@ def qwen_stack(config: HubConfig, default_interval: int = 4) -> dict[str, Any]:
 
 def qwen_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that `qwen_stack` reads."""
-    attention = decoder.attention_config(decoder.first(spec, Attention, decoder.NO_ATTENTION), spec.width)
+    attention = decoder.attention_config(decoder.first_attention(spec), spec.width)
     attention["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return {
         **decoder.sizes_config(spec),

@@ -49,7 +49,7 @@ def mixers(config: HubConfig) -> tuple[dict[str, MixerConfig], list[str]]:
 def mixers_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that `sizes` and `mixers` read."""
     conv = decoder.first(spec, LFM2Conv, LFM2Conv())
-    attention = decoder.attention_config(decoder.first(spec, Attention, decoder.NO_ATTENTION), spec.width)
+    attention = decoder.attention_config(decoder.first_attention(spec), spec.width)
     fields = ("num_attention_heads", "num_key_value_heads", "rope_parameters")
     types = decoder.layer_types_config(spec)
     return {

@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from deltazoo.blocks.checkpoints import parts
+from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.checkpoints import decoder, parts
 from deltazoo.blocks.checkpoints.family import HubConfig, limits_config
 from deltazoo.blocks.checkpoints.rules import Rule, under
+from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.core.mixer import MixerConfig
 from deltazoo.mixers.mamba2 import Mamba2
@@ -27,11 +29,6 @@ def mixer(config: HubConfig, channels: int | None = None, **fields: Any) -> Mamb
     )
 
 
-def no_mixer(width: int) -> Mamba2:
-    """Return the mixer that is written for a stack without Mamba-2: transformers checks its sizes."""
-    return Mamba2(heads=1, value_heads=1, value_width=2 * width)
-
-
 def mixer_config(found: Mamba2, width: int) -> dict[str, Any]:
     """Return the fields that `mixer` reads."""
     shape = found.shape(width)
@@ -47,6 +44,24 @@ def mixer_config(found: Mamba2, width: int) -> dict[str, Any]:
         "mamba_proj_bias": False,
         "mlp_bias": False,
     }
+
+
+def expansion(found: Mamba2, width: int) -> int:
+    """Return the channels divided by the width. Raises: ConfigError: it is no integer, which transformers refuses."""
+    shape = found.shape(width)
+    expand, rest = divmod(shape.value_heads * shape.value_width, width)
+    if rest:
+        raise ConfigError(f"value_heads times value_width must be a multiple of the width {width}")
+    return expand
+
+
+def first_mixer_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return `mixer_config` of the first Mamba-2, or of a small one for a stack without: transformers needs its fields.
+
+    Raises: ConfigError: of `expansion`.
+    """
+    found = decoder.first(spec, Mamba2, Mamba2(heads=1, value_heads=1, value_width=2 * spec.width))
+    return mixer_config(found, spec.width) | {"mamba_expand": expansion(found, spec.width)}
 
 
 def mixer_rules(found: MixerConfig, width: int, index: int = 0) -> list[Rule]:

@@ -11,6 +11,7 @@ import torch
 
 import deltazoo
 from deltazoo.backends.io.errors import ConfigError
+from deltazoo.blocks.checkpoints.export import choose_family
 from deltazoo.blocks.checkpoints.pretrained import read_spec
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.mamba2 import Mamba2
@@ -108,6 +109,18 @@ def test_mamba2_with_channels_that_are_no_multiple_of_the_width_is_not_written(t
     model = deltazoo.StackSpec(width=32, depth=1, vocab=9, pattern=layer, mlp="none").build("reference")
     with pytest.raises(ConfigError, match="mamba2: value_heads times value_width must be a multiple of the width 32"):
         model.save_pretrained(tmp_path / "a", model_type="mamba2")
+
+
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid"])
+def test_hybrids_with_channels_that_are_no_multiple_of_the_width_are_not_written(family: str, tmp_path: Path) -> None:
+    folders.write(tmp_path, family)
+    spec = read_spec(tmp_path).spec
+    layers = {
+        name: layer.model_copy(update={"value_width": 17}) if isinstance(layer, Mamba2) else layer
+        for name, layer in spec.layers.items()
+    }
+    with pytest.raises(ConfigError, match="value_heads times value_width must be a multiple of the width 32"):
+        choose_family(spec.model_copy(update={"layers": layers}), family)
 
 
 LINEAR_LAYERS, FULL_LAYERS = ({"layer_types": [f"{kind}_attention"] * 3} for kind in ("linear", "full"))

@@ -9,7 +9,6 @@ from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.mixers.attention import Attention
-from deltazoo.mixers.mamba2 import Mamba2
 
 NAMES = decoder.Names(norm="model.final_layernorm.weight", mlp_norm="pre_ff_layernorm.weight")
 
@@ -40,11 +39,11 @@ class Bamba(Family):
         layers = spec.expand()
         mlp = layers[0].mlp
         assert isinstance(mlp, Dense)
-        attention = decoder.attention_config(decoder.first(spec, Attention, decoder.NO_ATTENTION), spec.width)
+        attention = decoder.attention_config(decoder.first_attention(spec), spec.width)
         return {
             **decoder.sizes_config(spec),
             **{field: value for field, value in attention.items() if field != "head_dim"},
-            **ssd.mixer_config(decoder.first(spec, Mamba2, ssd.no_mixer(spec.width)), spec.width),
+            **ssd.first_mixer_config(spec),
             "attn_layer_indices": [i for i, layer in enumerate(layers) if type(layer.mixers[0]) is Attention],
             "intermediate_size": mlp.hidden(spec.width),
         }

@@ -10,8 +10,6 @@ from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.model.moe import MoE
-from deltazoo.mixers.attention import Attention
-from deltazoo.mixers.mamba2 import Mamba2
 
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}  # names of older configs
 SHARED = {"to_hidden.weight": "shared_mlp.input_linear.weight", "out.weight": "shared_mlp.output_linear.weight"}
@@ -60,7 +58,7 @@ class GraniteMoeHybrid(Family):
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         layers = spec.expand()
-        attention, mlp = decoder.first(spec, Attention, decoder.NO_ATTENTION), layers[0].mlp
+        attention, mlp = decoder.first_attention(spec), layers[0].mlp
         fields = decoder.attention_config(attention, spec.width)
         if isinstance(mlp, MoE):
             sizes = {"intermediate_size": mlp.hidden(spec.width), "shared_intermediate_size": mlp.shared_width}
@@ -71,7 +69,7 @@ class GraniteMoeHybrid(Family):
         return {
             **decoder.sizes_config(spec),
             **{field: value for field, value in fields.items() if field != "head_dim"},
-            **ssd.mixer_config(decoder.first(spec, Mamba2, ssd.no_mixer(spec.width)), spec.width),
+            **ssd.first_mixer_config(spec),
             **sizes,
             "layer_types": decoder.layer_types_config(spec),
             "position_embedding_type": None if attention.rotary_theta is None else "rope",

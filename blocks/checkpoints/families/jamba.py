@@ -55,7 +55,7 @@ class Jamba(Family):
         mamba = decoder.first(spec, Mamba, Mamba(channels=2 * spec.width))
         moes = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
         widths = {layer.mlp.hidden(spec.width) for layer in layers if layer.mlp != "none"}  # type: ignore[union-attr]
-        attention = decoder.attention_config(decoder.first(spec, Attention, decoder.NO_ATTENTION), spec.width)
+        attention = decoder.attention_config(decoder.first_attention(spec), spec.width)
         return {
             **decoder.sizes_config(spec),
             **{field: attention[field] for field in ("num_attention_heads", "num_key_value_heads")},

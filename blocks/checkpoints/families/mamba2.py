@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.blocks.checkpoints import decoder, parts
+from deltazoo.blocks.checkpoints import decoder, parts, ssd
 from deltazoo.blocks.checkpoints.families.mamba import IGNORED, NAMES
 from deltazoo.blocks.checkpoints.family import Family, HubConfig, limits_config
 from deltazoo.blocks.checkpoints.rules import Rule, under
@@ -39,9 +39,6 @@ class Mamba2(Family):
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         mixer = decoder.first(spec, mixers.Mamba2)
         shape = mixer.shape(spec.width)
-        expand, rest = divmod(shape.value_heads * shape.value_width, spec.width)
-        if rest:
-            raise ConfigError(f"value_heads times value_width must be a multiple of the width {spec.width}")
         return {
             **decoder.sizes_config(spec, NAMES),
             **limits_config(mixer.step_limits),
@@ -49,7 +46,7 @@ class Mamba2(Family):
             "num_heads": shape.value_heads,
             "head_dim": shape.value_width,
             "state_size": shape.key_width,
-            "expand": expand,
+            "expand": ssd.expansion(mixer, spec.width),
             "conv_kernel": mixer.conv_width,
             "use_bias": False,
             "use_conv_bias": True,
