@@ -36,14 +36,14 @@ def allocation_problem(error: BaseException) -> str | None:
 
 @contextmanager
 def sizes_in_memory_errors(**sizes: object) -> Iterator[None]:
-    """Raise ConfigError, which names the sizes to lower, if a tensor in the block does not fit in memory."""
+    """Raise ConfigError, which names the sizes above 0 to lower, if a tensor in the block does not fit in memory."""
     try:
         yield
     except (RuntimeError, TypeError, MemoryError, OverflowError) as error:
         problem = allocation_problem(error)
         if problem is None:
             raise
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 0)
         raise ConfigError(f"{problem}; lower one of {given}") from error
 
 

@@ -120,9 +120,8 @@ def generate(
     outside = 0
     limit = sampling.max_tokens
     sampling_of_bytes = sampling.model_copy(update={"stop": tuple(map(tuple, stops.values()))})
-    drafts = {"speculate": speculate} if speculate else {}
     with ExitStack() as stack:
-        with sizes_in_memory_errors(max_tokens=limit, **drafts):
+        with sizes_in_memory_errors(max_tokens=limit, speculate=speculate):
             capacity = prompt_BT.shape[1] + limit + speculate
             lent = stack.enter_context(borrowed_decoder(model, 1, capacity, limit, compile))
         compile_s, start = lent.compile_s, time.perf_counter()

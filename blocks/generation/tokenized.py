@@ -76,9 +76,8 @@ def complete(
     limit, end = sampling.max_tokens, tuple(token for token in tokenizer.end if 0 <= token < model.spec.vocab)
     decoder, text, tokens, stop = tokenizer.decode_stream(prompt_BT[0].tolist()), "", 0, None
     reason: Literal["end", "stop", "max_tokens"] = "max_tokens"
-    drafts = {"speculate": speculate} if speculate else {}
     with ExitStack() as stack:
-        with sizes_in_memory_errors(max_tokens=limit, **drafts):
+        with sizes_in_memory_errors(max_tokens=limit, speculate=speculate):
             capacity = prompt_BT.shape[1] + limit + speculate
             lent = stack.enter_context(borrowed_decoder(model, 1, capacity, limit, compile))
         start = first = time.perf_counter()
