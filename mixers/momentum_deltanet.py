@@ -9,6 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.exchange import document_bounds
+from deltazoo.backends.context_parallel.heads import all_heads, gather_heads, own_heads, scatter_heads
+from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
@@ -92,8 +95,8 @@ class MomentumDeltaNetMixer(FilterMixer):
     def _parts(self) -> dict[str, nn.Module]:
         return {"project": self.project, "gates": self.gates, **dict(self.outputs.items())}
 
-    def split_refusal(self) -> str:
-        return "couples two states: a piece has a map of 2 K x 2 K, which ranks do not exchange"
+    def split_refusal(self) -> None:
+        return None
 
     def initial_state(self, batch: int, capacity: int | None, like: Tensor) -> dict[str, Tensor]:
         _, _, HV, K, V, _ = self.shape
@@ -111,7 +114,11 @@ class MomentumDeltaNetMixer(FilterMixer):
 
         projected, history = call_part(self.project, x, old.get("project"), context_of("project"))
         inputs = self.gates(x, projected.q, projected.k, projected.v, context_of("gates"))
-        o, states = momentum_delta_rule(inputs, [old["S"], old["N"]] if old else None, context)
+        states = [old["S"], old["N"]] if old else None
+        if context.parallel is None:
+            o, states = momentum_delta_rule(inputs, states, context)
+        else:
+            o, states = self._on_own_heads(inputs, states, context.parallel)
         if state is not None:
             new |= {name: write_back(old[name], tensor) for name, tensor in zip("SN", states, strict=True)}
             new |= {} if history is None else {"project": history}
@@ -119,6 +126,17 @@ class MomentumDeltaNetMixer(FilterMixer):
         for name, part in self.outputs.items():
             o, _ = call_part(part, o, arguments, None, context_of(name))
         return apply_output(o.flatten(2), self.out)
+
+
+    def _on_own_heads(
+        self, inputs: MomentumInputs, states: list[Tensor] | None, plan: ContextPlan
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the recurrence on all tokens of this rank's heads. Returns: o of all heads at this rank's tokens."""
+        own = MomentumInputs(*(scatter_heads(x, plan) for x in inputs))
+        own_states = None if states is None else [own_heads(x, 1, plan) for x in states]
+        o, new = momentum_delta_rule(own, own_states, Context(cu_seqlens=document_bounds(plan)))
+        HV = self.shape.value_heads
+        return gather_heads(o, plan, HV), [all_heads(x, 1, plan, HV) for x in new]
 
 
 class MomentumGates(nn.Module, MapsInput):

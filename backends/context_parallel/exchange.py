@@ -59,9 +59,15 @@ def end_gather(pending: Tensor) -> Tensor:
     return gathered
 
 
+def gather_ranks(x: Tensor, plan: ContextPlan) -> Tensor:
+    """Return x [P, ...] of all ranks, [n P, ...]."""
+    gathered: Tensor = _Gather.apply(x, plan.group, plan.ranks)
+    return gathered
+
+
 def gather_pieces(x: Tensor, plan: ContextPlan) -> Tensor:
     """Return x [P, ...] of all ranks in the order of the line, [G, ...]."""
-    gathered: Tensor = _Gather.apply(x, plan.group, plan.ranks)
+    gathered = gather_ranks(x, plan)
     if plan.order == tuple(range(len(plan.order))):
         return gathered
     return torch.stack([gathered[i] for i in plan.order])

@@ -26,13 +26,14 @@ from deltazoo.mixers.parts.attention.split_attention import attend_line
 
 EXACT = 1e-10
 REFUSED = (
-    "hyena", "log_linear_gdn", "log_linear_mamba2", "mom", "mom of rwkv4, one active", "momentum_deltanet",
+    "hyena", "log_linear_gdn", "log_linear_mamba2", "mom", "mom of rwkv4, one active",
     "path_attention", "path_attention, forget gate, grouped heads", "titans", "titans, a matrix", "ttt_linear",
 )  # fmt: skip
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
 # with states, the halo of a window, keys and values, latent vectors, sums of log gates.
 KINDS = (
     "gated_deltanet", "retnet", "mamba", "rwkv4", "abc", "mamba3", "mesa", "sliding_window", "attention", "mla", "fox",
+    "momentum_deltanet",
 )  # fmt: skip
 # Options with a further state, or that shorten the exchange.
 OPTIONS = {
