@@ -9,9 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from deltazoo.backends.context_parallel.exchange import document_bounds
-from deltazoo.backends.context_parallel.heads import all_heads, gather_heads, own_heads, scatter_heads
-from deltazoo.backends.context_parallel.plan import ContextPlan
+from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
@@ -114,29 +112,17 @@ class MomentumDeltaNetMixer(FilterMixer):
 
         projected, history = call_part(self.project, x, old.get("project"), context_of("project"))
         inputs = self.gates(x, projected.q, projected.k, projected.v, context_of("gates"))
-        states = [old["S"], old["N"]] if old else None
-        if context.parallel is None:
-            o, states = momentum_delta_rule(inputs, states, context)
-        else:
-            o, states = self._on_own_heads(inputs, states, context.parallel)
+        share = HeadShare(self.shape.value_heads, context.parallel)
+        states = [share.own(old[name], 1) for name in "SN"] if old else None
+        o, states = momentum_delta_rule(MomentumInputs(*share.scatter(inputs)), states, context.of_line())
+        o = share.gather(o)
         if state is not None:
-            new |= {name: write_back(old[name], tensor) for name, tensor in zip("SN", states, strict=True)}
+            new |= {name: write_back(old[name], share.all(y, 1)) for name, y in zip("SN", states, strict=True)}
             new |= {} if history is None else {"project": history}
         arguments = OutputArguments(x, projected, projected)
         for name, part in self.outputs.items():
             o, _ = call_part(part, o, arguments, None, context_of(name))
         return apply_output(o.flatten(2), self.out)
-
-
-    def _on_own_heads(
-        self, inputs: MomentumInputs, states: list[Tensor] | None, plan: ContextPlan
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the recurrence on all tokens of this rank's heads. Returns: o of all heads at this rank's tokens."""
-        own = MomentumInputs(*(scatter_heads(x, plan) for x in inputs))
-        own_states = None if states is None else [own_heads(x, 1, plan) for x in states]
-        o, new = momentum_delta_rule(own, own_states, Context(cu_seqlens=document_bounds(plan)))
-        HV = self.shape.value_heads
-        return gather_heads(o, plan, HV), [all_heads(x, 1, plan, HV) for x in new]
 
 
 class MomentumGates(nn.Module, MapsInput):

@@ -4,8 +4,8 @@ For operators whose state is not combined from the maps of pieces: they run on t
 H heads, n ranks, H' = ceil(H / n) heads of a rank, T tokens of this rank, L tokens of all documents
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,49 +34,78 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, ctx.group), None
 
 
-def scatter_heads(x_1THC: Tensor, plan: ContextPlan, groups: int = 1) -> Tensor:
-    """Return all tokens of this rank's heads, [1, L, H', ...], from all heads of this rank's tokens [1, T, H, ...].
+class HeadShare(NamedTuple):
+    """This rank's share of H heads, at the tokens of all ranks. Without a plan all methods return what they are given.
 
-    Where n does not divide H, the last heads are 0 on some ranks.
-
-    Args: groups: consecutive heads that stay together; H' is a multiple of it.
+    A tensor may have g H heads, as queries that share keys: consecutive g heads then stay together. Where n does not
+    divide H, the last heads of some ranks are 0.
     """
-    pieces_PTHC = _padded_pieces(x_1THC[0], plan.local_sizes, plan)
-    shares = _padded_heads(pieces_PTHC, 2, plan, groups).unflatten(2, (plan.ranks, -1)).movedim(2, 0)
-    received: Tensor = _AllToAll.apply(shares, plan.group)
-    pieces = received.flatten(0, 1)
-    return torch.cat([pieces[i, :size] for i, size in zip(plan.order, plan.sizes, strict=True)])[None]
 
+    heads: int
+    plan: ContextPlan | None
 
-def gather_heads(y_1LHC: Tensor, plan: ContextPlan, heads: int) -> Tensor:
-    """Return all heads of this rank's tokens, [1, T, H, ...]: the inverse of `scatter_heads`. Args: heads: H."""
-    in_line = _padded_pieces(y_1LHC[0], plan.sizes, plan)
-    pieces = torch.stack([in_line[plan.order.index(i)] for i in range(len(plan.order))])
-    received: Tensor = _AllToAll.apply(pieces.unflatten(0, (plan.ranks, -1)), plan.group)
-    pieces_PTHC = received.movedim(0, 2).flatten(2, 3)
-    return torch.cat([piece[:size, :heads] for piece, size in zip(pieces_PTHC, plan.local_sizes, strict=True)])[None]
+    def scatter(self, operands: Iterable[Tensor | None]) -> list[Any]:
+        """Return operands at all tokens for this rank's heads, [1, L, g H', ...], from [1, T, g H, ...].
 
+        Operands of one dtype share an all-to-all.
+        """
+        result: list[Any] = list(operands)
+        if self.plan is None:
+            return result
+        for dtype in dict.fromkeys(x.dtype for x in result if x is not None):
+            given = {i: x for i, x in enumerate(result) if x is not None and x.dtype == dtype}
+            by_head = [torch.unflatten(x, 2, (self.heads, -1)).flatten(3) for x in given.values()]
+            pieces = self._exchange(torch.cat(by_head, 3), self.plan)
+            parts = pieces.split([x.shape[3] for x in by_head], 3)
+            for (i, x), part in zip(given.items(), parts, strict=True):
+                line = torch.cat([part[j, :size] for j, size in zip(self.plan.order, self.plan.sizes, strict=True)])
+                result[i] = torch.unflatten(line, 2, (x.shape[2] // self.heads, *x.shape[3:])).flatten(1, 2)[None]
+        return result
 
-def own_heads(x: Tensor, dim: int, plan: ContextPlan, groups: int = 1) -> Tensor:
-    """Return this rank's heads of a parameter or a state with all heads in dimension `dim`; see `scatter_heads`."""
-    rank = plan.order[plan.local[0]] // len(plan.local)
-    return _padded_heads(x, dim, plan, groups).chunk(plan.ranks, dim)[rank]
+    def _exchange(self, x_1THC: Tensor, plan: ContextPlan) -> Tensor:
+        """Return this rank's heads of the gathered pieces, [n P, tokens of the longest piece, H', C]."""
+        pieces_PTHC = self._padded(_padded_pieces(x_1THC[0], plan.local_sizes, plan), 2, plan)
+        shares = torch.unflatten(pieces_PTHC, 2, (plan.ranks, -1)).movedim(2, 0)
+        received: Tensor = _AllToAll.apply(shares, plan.group)
+        return received.flatten(0, 1)
 
+    def gather(self, y: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens, [1, T, g H, ...], from this rank's heads [1, L, g H', ...]."""
+        plan = self.plan
+        if plan is None:
+            return y
+        in_line = _padded_pieces(y[0], plan.sizes, plan)
+        pieces = torch.stack([in_line[plan.order.index(i)] for i in range(len(plan.order))])
+        received: Tensor = _AllToAll.apply(torch.unflatten(pieces, 0, (plan.ranks, -1)), plan.group)
+        pieces_PTHC = received.movedim(0, 2).flatten(2, 3)[:, :, : self._real(y.shape[2], plan)]
+        return torch.cat([piece[:size] for piece, size in zip(pieces_PTHC, plan.local_sizes, strict=True)])[None]
 
-def all_heads(x: Tensor, dim: int, plan: ContextPlan, heads: int) -> Tensor:
-    """Return the heads of all ranks in dimension `dim`, on every rank: the inverse of `own_heads`. Args: heads: H."""
-    return gather_ranks(x.movedim(dim, 0), plan)[:heads].movedim(0, dim)
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's heads of a parameter or a state that has all heads in dimension `dim`."""
+        if self.plan is None:
+            return x
+        rank = self.plan.order[self.plan.local[0]] // len(self.plan.local)
+        return self._padded(x, dim, self.plan).chunk(self.plan.ranks, dim)[rank].contiguous()
+
+    def all(self, x: Tensor, dim: int) -> Tensor:
+        """Return the heads of all ranks in dimension `dim`, on every rank: the inverse of `own`."""
+        if self.plan is None:
+            return x
+        return gather_ranks(x.movedim(dim, 0), self.plan)[: self._real(x.shape[dim], self.plan)].movedim(0, dim)
+
+    def _padded(self, x: Tensor, dim: int, plan: ContextPlan) -> Tensor:
+        """Return x with heads that are 0 after the others, so that all ranks have equally many."""
+        missing = -self.heads % plan.ranks * (x.shape[dim] // self.heads)
+        return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+
+    def _real(self, own: int, plan: ContextPlan) -> int:
+        """Return g H. Args: own: g H'."""
+        return own // -(-self.heads // plan.ranks) * self.heads
 
 
 def _padded_pieces(x: Tensor, sizes: Sequence[int], plan: ContextPlan) -> Tensor:
     """Return tokens [sum of sizes, ...] as pieces [len(sizes), longest piece of all ranks, ...], padded with zeros."""
     longest = max(plan.sizes)
     if all(size == longest for size in sizes):
-        return x.unflatten(0, (len(sizes), longest))
+        return torch.unflatten(x, 0, (len(sizes), longest))
     return torch.stack([F.pad(piece, [0, 0] * (x.dim() - 1) + [0, longest - len(piece)]) for piece in x.split(sizes)])
-
-
-def _padded_heads(x: Tensor, dim: int, plan: ContextPlan, groups: int) -> Tensor:
-    """Return x with heads that are 0 after the others, so that all ranks have equally many."""
-    missing = -x.shape[dim] % (plan.ranks * groups)
-    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x

@@ -82,6 +82,12 @@ class Context(NamedTuple):
     verify: bool = False
     product: Tensor | None = None
 
+    def of_line(self) -> "Context":
+        """Return the context of the tokens of all ranks, as packed documents; without a plan this one."""
+        if self.parallel is None:
+            return self
+        return Context(cu_seqlens=document_bounds(self.parallel), losses=self.losses)
+
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return module(x), for the part's linear map of the mixer's input."""
         y: Tensor = module(x) if self.product is None else self.product
@@ -209,8 +215,7 @@ class Mixer(nn.Module, ABC):
                 f"context parallelism: {type(self).__name__} {reason}; ContextParallel(mesh, gather=True) runs it on "
                 "the tokens of all ranks, on every rank"
             )
-        whole = Context(cu_seqlens=document_bounds(plan), losses=context.losses)
-        y, new_state, side = self(gather_line(x, plan), state, whole)
+        y, new_state, side = self(gather_line(x, plan), state, context.of_line())
         return MixerOutput(take_local(y, plan), new_state, side)
 
     def commit_(self, draft: Any, state: State, accepted: Tensor) -> None:

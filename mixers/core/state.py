@@ -84,6 +84,8 @@ def load_(state: State, path: str | Path) -> State:
 
 def write_back(old: Tensor, new: Tensor) -> Tensor:
     """Return the new value of a state tensor. Without gradients overwrite the old one, so that it keeps its address."""
+    if new is old:  # it has been updated in place
+        return old
     return new.to(old.dtype) if torch.is_grad_enabled() else old.copy_(new)
 
 
