@@ -95,8 +95,8 @@ class LogLinearMixer(Mixer):
             if isinstance(module, HasBackend):
                 module.rebind(backend, activation_like(self.out, self))
 
-    def split_refusal(self) -> str:
-        return "merges the states of its levels at multiples of powers of two, and a piece has no single map"
+    def split_refusal(self) -> None:
+        return None
 
     def init_state(self, batch: int, capacity: int | None = None) -> NamedTensors:
         """Return the state before the first token. Its size does not depend on `capacity`."""

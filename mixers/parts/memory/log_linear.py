@@ -3,12 +3,14 @@
 B batch, T time, D width, H key heads, HV value heads, K key width, V value width, C tokens per chunk, L levels
 """
 
+import math
 from typing import ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.ops.log_linear import CHUNK, LevelOperands, level_scan, level_step_, refusals
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
@@ -79,21 +81,24 @@ class LogLinearUpdate(nn.Module):
         assert decay is not None
         v = inputs.v if write is None else inputs.v * write[..., None]
         operands = LevelOperands(inputs.q, inputs.k, v, decay, erase, weights)
+        if context.parallel is not None:
+            operands = _repeated_keys(operands, context.parallel.ranks)
         count_B = token_counts(x, context)
+        share, context = HeadShare(operands.q.shape[2], context.parallel), context.of_line()
+        operands = LevelOperands(*share.scatter(operands))
         if state is None:
-            return self._without_state(operands, count_B, context.cu_seqlens).to(inputs.v.dtype), None
+            o = self._without_state(operands, count_B, context.cu_seqlens)
+            return share.gather(o.to(inputs.v.dtype)), None
+        own = {"levels": share.own(state["levels"], 2), "seen": state["seen"]}
         if context.cu_seqlens is None:
-            o, levels = self._with_state(operands, count_B, state)
+            o, levels = self._with_state(operands, count_B, own)
         else:
             rows, index_T = _unpack(operands, context.cu_seqlens)
-            o, levels = self._with_state(rows, count_B, state)
+            o, levels = self._with_state(rows, count_B, own)
             o = o.flatten(0, 1)[index_T][None]
-        new = {"levels": levels, "seen": state["seen"] + count_B}
-        # a decoded token has updated the levels in place
-        kept = {
-            name: tensor if tensor is state[name] else write_back(state[name], tensor) for name, tensor in new.items()
-        }
-        return o.to(inputs.v.dtype), kept
+        new = {"levels": share.all(levels, 2), "seen": state["seen"] + count_B}
+        kept = {name: write_back(state[name], tensor) for name, tensor in new.items()}
+        return share.gather(o.to(inputs.v.dtype)), kept
 
     def _without_state(self, x: LevelOperands, count_B: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Return o. A sequence begins at token 0 of the tree."""
@@ -101,7 +106,7 @@ class LogLinearUpdate(nn.Module):
         if runs_by_kernel("log-linear attention", refusals(on_gpu)):
             return level_scan(on_gpu._replace(cu=cu_seqlens))[0]
         # Chunks start at multiples of CHUNK, where the levels inside a chunk hold no tokens.
-        levels = self._no_writes(x.q.shape[0], min(CHUNK.bit_length(), self.levels - 1), x.q)
+        levels = self._no_writes(x.q.shape[0], min(CHUNK.bit_length(), self.levels - 1), x.q)[:, :, : x.v.shape[2]]
         if cu_seqlens is None:
             return scan_rows(_for_scan(x), count_B, levels)[0]
         return scan_packed(_for_scan(x), cu_seqlens, levels)
@@ -152,6 +157,14 @@ class LogLinearUpdate(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec!r}, levels={self.levels}"
+
+
+def _repeated_keys(x: LevelOperands, ranks: int) -> LevelOperands:
+    """Repeat q and k, so that the ranks get equally many value heads if the number of value heads allows it."""
+    H, HV = x.q.shape[2], x.v.shape[2]
+    heads = math.lcm(H, ranks)
+    copies = (heads if HV % heads == 0 else HV) // H
+    return x._replace(q=x.q.repeat_interleave(copies, 2), k=x.k.repeat_interleave(copies, 2))
 
 
 def _for_kernels(x: LevelOperands) -> LevelOperands:
