@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.ops.householder_attention import HouseholderInputs, householder_attention
 from deltazoo.backends.ops.path_attention import (
     PathCache,
@@ -52,6 +53,7 @@ KERNEL = "PaTH attention"  # in the records of `watch`
 
 
 PENDING = 8  # C; more save fewer bytes than they cost in products
+HEADS = {"k": 2, "v": 2, "moves": 2, "log_forget": 1}  # the dimension of the heads in tensors of the state
 
 
 class PathAttention(AttentionHeadsConfig, FilterConfig):
@@ -152,8 +154,8 @@ class PathAttentionMixer(TokenCacheMixer):
         self.channels = gate_channels(H, G, E) if config.forget_gate else 0
         self.reset_parameters()
 
-    def split_refusal(self) -> str:
-        return "multiplies each key by a matrix of every later token, also of other ranks"
+    def split_refusal(self) -> None:
+        return None
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.to_beta.bias)
@@ -178,22 +180,29 @@ class PathAttentionMixer(TokenCacheMixer):
         if state is not None:
             self.check_cache(state, x, context)
         operands = self._operands(x, state, new, context)
+        share = HeadShare(self.key_value_heads, context.parallel)
+        own = None if state is None else {n: share.own(y, HEADS[n]) if n in HEADS else y for n, y in state.items()}
         with without_autocast(x):
-            if state is not None and (context.cu_seqlens is not None or self._decode_refusals(operands.q)):
-                state = self._settled(state, new)
-            if state is None and runs_by_kernel(KERNEL, refusals(operands.q, operands.v)):
-                o = self._attend_by_kernels(operands, context)
-            elif state is not None and self._prefills_by_kernels(operands, context):
-                o = self._prefill_by_kernels(operands, state, new, context)
-            else:
-                wide = self._with_gates(operands, state, new, context)
-                if state is None:
-                    o = self._attend(wide, context)
-                elif context.cu_seqlens is None:
-                    o = self._attend_cached(wide, state, new, context)
-                else:
-                    o = self._attend_cached_packed(wide, state, new, context)
-        return self.out(o.to(x.dtype).flatten(2))
+            o = self._attend_all(Operands(*share.scatter(operands)), own, new, context.of_line())
+        if state is not None:
+            new |= {n: write_back(state[n], share.all(new[n], dim)) for n, dim in HEADS.items() if n in state}
+        return self.out(share.gather(o.to(operands.v.dtype)).to(x.dtype).flatten(2))
+
+    def _attend_all(
+        self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        if state is not None and (context.cu_seqlens is not None or self._decode_refusals(operands.q)):
+            state = self._settled(state, new)
+        if state is None and runs_by_kernel(KERNEL, refusals(operands.q, operands.v)):
+            return self._attend_by_kernels(operands, context)
+        if state is not None and self._prefills_by_kernels(operands, context):
+            return self._prefill_by_kernels(operands, state, new, context)
+        wide = self._with_gates(operands, state, new, context)
+        if state is None:
+            return self._attend(wide, context)
+        if context.cu_seqlens is None:
+            return self._attend_cached(wide, state, new, context)
+        return self._attend_cached_packed(wide, state, new, context)
 
     def _operands(
         self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
@@ -251,7 +260,7 @@ class PathAttentionMixer(TokenCacheMixer):
         inputs = self._inputs(operands, context)
         if operands.log_forget is not None:
             sums_BTH, after_NH = accumulate(operands.log_forget, state["log_forget"], context)
-            bias = self.scale * (state["log_forget"][:, None] - gate_sums(state["k"], E, self.heads))
+            bias = self.scale * (state["log_forget"][:, None] - gate_sums(state["k"], E, operands.q.shape[2]))
         o, keys, product = path_prefill(inputs, PathPast(state["k"], state["v"], state["seen"], bias), self.scale)
         state["k"][..., :E].sub_(torch.einsum("bsge,bgfe->bsgf", state["k"][..., :E], product))
         if after_NH is not None:
