@@ -106,13 +106,15 @@ class TTTLinearMixer(FastWeightMixer):
         place_rate = 1 / torch.arange(1, self.batch + 1, device=x.device, dtype=dtype)
         place_rate = (place_rate + self.place_rate.to(dtype)).clamp(min=0)
         wide = dtype if state is None or torch.is_grad_enabled() else None  # the update in place takes any dtype
-        gain, bias, first_W, first_b = (y.to(wide or y.dtype) for y in (self.gain, self.bias, self.W, self.b))
-        stored: list[Tensor | None] = [*self.stored_model(state, dtype)]
+        share, learned = self.share(context), (self.gain, self.bias, self.W, self.b)
+        q, k, v, eta = share.scatter([q, k, v, eta])
+        gain, bias, first_W, first_b = (share.own(y, 0).to(wide or y.dtype) for y in learned)
+        stored: list[Tensor | None] = [*self.stored_model(state, context, dtype)]
         W, G, b, g = stored or [None] * 4
         spans = self.spans(x, state, context, self.batch)
         o, model = ttt_linear(TTTOperands(q, k, v, eta, place_rate, gain, bias, first_W, first_b, W, G, b, g, spans))
         self.store_model(model, x, state, new, context)
-        y = self.norm(o.flatten(2).to(dtype)).to(x.dtype)
+        y = self.norm(share.gather(o).flatten(2).to(dtype)).to(x.dtype)
         return self.out(y * nn.functional.gelu(mapped["gate"], approximate="tanh"))
 
 

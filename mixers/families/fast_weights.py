@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.fast_weights.spans import Span
 from deltazoo.backends.update.base import state_dtype
@@ -31,8 +32,12 @@ class FastWeightMixer(FilterMixer, ABC):
             raise ConfigError(f"heads must divide width = {width}, got {heads}")
         self.heads, self.head_width = heads, width // heads
 
-    def split_refusal(self) -> str:
-        return "has a recurrence that is not linear in its state: a piece has no map that other ranks could combine"
+    def split_refusal(self) -> None:
+        return None
+
+    def share(self, context: Context) -> HeadShare:
+        """Return the heads whose recurrence runs on this rank: all, or with context parallelism a share of them."""
+        return HeadShare(self.heads, context.parallel)
 
     @abstractmethod
     def model_shapes(self) -> list[tuple[int, ...]]:
@@ -51,9 +56,11 @@ class FastWeightMixer(FilterMixer, ABC):
     def spans(self, x: Tensor, state: dict[str, Tensor] | None, context: Context, chunk: int) -> Tensor:
         """Return the spans of the sequences, whose chunks start at multiples of `chunk` tokens: [N, 4] int32.
 
+        With context parallelism the sequences are the documents, with the tokens of all ranks.
         A sequence without tokens so far is fresh: it starts from the parameters instead of their copy in the state, so
         that the parameters get a gradient.
         """
+        context = context.of_line()
         tokens = token_counts(x, context)
         if context.cu_seqlens is None:
             start = torch.arange(x.shape[0], device=x.device) * x.shape[1]
@@ -65,20 +72,20 @@ class FastWeightMixer(FilterMixer, ABC):
         column = torch.arange(len(spans), device=x.device)
         return sum((y[:, None] * (column == i) for i, y in enumerate(spans)), torch.zeros_like(column)).int()
 
-    def stored_model(self, state: dict[str, Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
-        """Return the tensors of the model in a state; [] without one."""
-        return [] if state is None else [state[f"model {i}"].to(dtype) for i in range(len(self.model_shapes()))]
+    def stored_model(self, state: dict[str, Tensor] | None, context: Context, dtype: torch.dtype) -> list[Tensor]:
+        """Return the tensors of the model in a state for the heads of `share`; [] without a state."""
+        share, names = self.share(context), [f"model {i}" for i in range(len(self.model_shapes()))]
+        return [] if state is None else [share.own(state[name], 1).to(dtype) for name in names]
 
     def store_model(
         self, model: Iterable[Tensor], x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor],
         context: Context,
     ) -> None:  # fmt: skip
-        """Write the new model and the number of tokens to `new`; the model may have been updated in place."""
+        """Write the new model of the heads of `share` and the number of tokens to `new`."""
         if state is None:
             return
         for i, tensor in enumerate(model):
-            old = state[f"model {i}"]
-            new[f"model {i}"] = old if tensor is old else write_back(old, tensor)
+            new[f"model {i}"] = write_back(state[f"model {i}"], self.share(context).all(tensor, 1))
         new["seen"] = write_back(state["seen"], state["seen"] + token_counts(x, context))
 
 

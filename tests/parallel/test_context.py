@@ -27,7 +27,6 @@ from deltazoo.mixers.parts.attention.split_attention import attend_line
 EXACT = 1e-10
 REFUSED = (
     "hyena", "mom", "mom of rwkv4, one active",
-    "titans", "titans, a matrix", "ttt_linear",
 )  # fmt: skip
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
 # with states, the halo of a window, keys and values, latent vectors, sums of log gates.
