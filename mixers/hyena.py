@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.ops.long_conv import long_conv, long_conv_step_, step_refusals
 from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
@@ -19,6 +20,7 @@ from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
+from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
 from deltazoo.mixers.parts.attention.caches import append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -69,8 +71,8 @@ class HyenaMixer(FilterMixer):
         self.to_streams = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def split_refusal(self) -> str:
-        return "convolves over the whole sequence, which has no state of constant size"
+    def split_refusal(self) -> None:
+        return None
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         streams = self.apply_filter("short", self.to_streams(x), state, new, context)
@@ -86,7 +88,8 @@ class LongConv(nn.Module, CachingFilter):
     network: three layers with sine activations of learned frequency, and a linear layer.
     window(t): exp(-t d / (L - 1)), with d from log(100) / 1.5 to log(100) / 0.3 over the channels.
 
-    Computed by FFT; a single token by a weighted sum. Packed sequences are unpacked to N rows of T tokens.
+    Computed by FFT; a single token by a weighted sum. Packed sequences are unpacked to N rows of T tokens. With context
+    parallelism each rank computes a share of the channels.
     Initialisation: frequencies 1, bias N(0, 1), linear maps as in torch.
     State: {"history": [B, S, D], "seen": [B] int64}.
     Source: section 3.3; constants as in the published code.
@@ -112,12 +115,17 @@ class LongConv(nn.Module, CachingFilter):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        share = HeadShare(x.shape[2], context.parallel)
+        (x,), context = share.scatter([x]), context.of_line()
         if state is None and context.cu_seqlens is None:
-            return self._with_bias(long_conv(x, self.kernel(x.shape[1], x)), x), None
-        old = self._unpacked_state(x, context) if state is None else state
+            return self._with_bias(long_conv(x, self.kernel(x.shape[1], x, share)), x, share), None
+        if state is None:
+            old = self._unpacked_state(x, context)
+        else:
+            old = state | {"history": share.own(state["history"], 2)}
         is_token = x.shape[1] == 1 and context.cu_seqlens is None and context.mask is None
         if is_token and runs_by_kernel("long convolution of one token", step_refusals(x, old["history"])):
-            kernel = self.kernel(old["history"].shape[1], x)
+            kernel = self.kernel(old["history"].shape[1], x, share)
             y = long_conv_step_(x[:, 0], old["history"], old["seen"], kernel, self.bias)[:, None]
             return y, {"history": old["history"], "seen": old["seen"].add_(1)}
         count = token_counts(x, context)
@@ -125,11 +133,13 @@ class LongConv(nn.Module, CachingFilter):
         offset = old["seen"].clone()
         starts = None if context.cu_seqlens is None else context.cu_seqlens[:-1].long()
         (history,), seen = append_tokens([old["history"]], old["seen"], [x], count, starts)
-        y = self._with_bias(self._read(history, offset, x, context), x)
-        return y, None if state is None else {"history": history, "seen": seen}
+        y = share.gather(self._with_bias(self._read(history, offset, x, context, share), x, share))
+        if state is None:
+            return y, None
+        return y, {"history": write_back(state["history"], share.all(history, 2)), "seen": seen}
 
-    def kernel(self, T: int, like: Tensor) -> Tensor:
-        """Compute h_0 to h_(T-1): [T, D], float32 (float64 in float64)."""
+    def kernel(self, T: int, like: Tensor, share: HeadShare) -> Tensor:
+        """Compute h_0 to h_(T-1) for a share of the channels: [T, D], float32 (float64 in float64)."""
         dtype = state_dtype(like.dtype)
         distance = torch.arange(T, device=like.device, dtype=dtype)[:, None]
         position = distance / (self.length - 1)
@@ -142,12 +152,12 @@ class LongConv(nn.Module, CachingFilter):
                 inner = (self.frequency.to(dtype) * F.linear(inner, weight, bias)).sin()
             slow, fast = -math.log(TARGET) / SLOWEST, -math.log(TARGET) / FASTEST
             rate = torch.linspace(slow, fast, self.bias.shape[0], device=like.device, dtype=dtype)
-            return F.linear(inner, last) * (-position * rate).exp()
+            return F.linear(inner, share.own(last, 0)) * (-position * share.own(rate, 0)).exp()
 
-    def _read(self, history: Tensor, offset: Tensor, x: Tensor, context: Context) -> Tensor:
+    def _read(self, history: Tensor, offset: Tensor, x: Tensor, context: Context, share: HeadShare) -> Tensor:
         """Convolve the history, which includes x, and return the outputs at the tokens of x: [B, T, D]."""
         S, T = history.shape[1], x.shape[1]
-        kernel = self.kernel(S, x)
+        kernel = self.kernel(S, x, share)
         if T == 1 and context.cu_seqlens is None:
             distance = offset[:, None] - torch.arange(S, device=x.device)
             kernel = materialize(kernel)  # otherwise Inductor computes its window for every row again
@@ -164,10 +174,11 @@ class LongConv(nn.Module, CachingFilter):
     def _unpacked_state(self, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Empty state for packed sequences; each may be as long as the pack."""
         assert context.cu_seqlens is not None
-        return self.init_state(context.cu_seqlens.shape[0] - 1, x, max(1, x.shape[1]))
+        N, (_, T, D) = context.cu_seqlens.shape[0] - 1, x.shape
+        return {"history": x.new_zeros(N, max(1, T), D), "seen": x.new_zeros(N, dtype=torch.int64)}
 
-    def _with_bias(self, y: Tensor, x: Tensor) -> Tensor:
-        return (y + self.bias * x).to(x.dtype)
+    def _with_bias(self, y: Tensor, x: Tensor, share: HeadShare) -> Tensor:
+        return (y + share.own(self.bias, 0) * x).to(x.dtype)
 
 
 def _weight_and_bias(layer: nn.Module, like: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
+from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.io.errors import DtypeError
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers import Hyena, MixerConfig
@@ -133,8 +134,10 @@ def test_hyena_computes_its_filter_in_float32_with_adapted_bfloat16_maps() -> No
         layer.B.data.zero_()
     for module in (plain, adapted):
         module.frequency.data.fill_(10)
-    like = torch.zeros(1, dtype=torch.bfloat16)
-    assert relative_error(adapted.kernel(2048, like), plain.kernel(2048, like)) < 0.02
+    actual, expected = (
+        m.kernel(2048, torch.zeros(1, dtype=torch.bfloat16), HeadShare(1, None)) for m in (adapted, plain)
+    )
+    assert relative_error(actual, expected) < 0.02
 
 
 def test_rounded_states_are_refused_unless_they_hold_activations(one_of_each: MixerConfig) -> None:

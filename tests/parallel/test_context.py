@@ -26,7 +26,7 @@ from deltazoo.mixers.parts.attention.split_attention import attend_line
 
 EXACT = 1e-10
 REFUSED = (
-    "hyena", "mom", "mom of rwkv4, one active",
+    "mom", "mom of rwkv4, one active",
 )  # fmt: skip
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
 # with states, the halo of a window, keys and values, latent vectors, sums of log gates.
