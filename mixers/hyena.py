@@ -119,10 +119,7 @@ class LongConv(nn.Module, CachingFilter):
         (x,), context = share.scatter([x]), context.of_line()
         if state is None and context.cu_seqlens is None:
             return self._with_bias(long_conv(x, self.kernel(x.shape[1], x, share)), x, share), None
-        if state is None:
-            old = self._unpacked_state(x, context)
-        else:
-            old = state | {"history": share.own(state["history"], 2)}
+        old = self._unpacked_state(x, context) if state is None else state | {"history": share.own(state["history"], 2)}
         is_token = x.shape[1] == 1 and context.cu_seqlens is None and context.mask is None
         if is_token and runs_by_kernel("long convolution of one token", step_refusals(x, old["history"])):
             kernel = self.kernel(old["history"].shape[1], x, share)

@@ -96,10 +96,10 @@ class TitansMixer(FastWeightMixer):
         q, k = (_unit(y.to(dtype)).to(v.dtype) for y in (q, k))
         eta, theta, alpha = mapped["gates"].to(dtype).sigmoid().chunk(3, -1)
         share = self.share(context)
-        tokens = share.scatter([q, k, v, eta, theta, alpha])
+        q, k, v, eta, theta, alpha = share.scatter([q, k, v, eta, theta, alpha])
         first = [share.own(layer, 0).to(dtype) for layer in self.memory()]
         stored, spans = self.stored_model(state, context, dtype), self.spans(x, state, context, self.chunk)
-        o, model = neural_memory(MemoryOperands(*tokens, first, stored, spans), self.chunk)
+        o, model = neural_memory(MemoryOperands(q, k, v, eta, theta, alpha, first, stored, spans), self.chunk)
         self.store_model(model, x, state, new, context)
         y = self.norm(share.gather(o).flatten(2).to(x.dtype))
         return self.out(y * F.silu(mapped["gate"]))

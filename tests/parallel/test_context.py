@@ -25,14 +25,13 @@ from deltazoo.mixers.parts.attention import split_attention
 from deltazoo.mixers.parts.attention.split_attention import attend_line
 
 EXACT = 1e-10
-REFUSED = (
-    "mom", "mom of rwkv4, one active",
-)  # fmt: skip
+REFUSED = ("mom", "mom of rwkv4, one active")
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
-# with states, the halo of a window, keys and values, latent vectors, sums of log gates.
+# with states, the halo of a window, keys and values, latent vectors, sums of log gates; tokens for heads, for groups of
+# heads, for channels.
 KINDS = (
     "gated_deltanet", "retnet", "mamba", "rwkv4", "abc", "mamba3", "mesa", "sliding_window", "attention", "mla", "fox",
-    "momentum_deltanet",
+    "momentum_deltanet", "path_attention, forget gate, grouped heads", "hyena",
 )  # fmt: skip
 # Options with a further state, or that shorten the exchange.
 OPTIONS = {
@@ -61,7 +60,7 @@ def test_two_pieces_equal_the_whole(name: str, mesh: DeviceMesh) -> None:
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    configs = {name: ZOO[name] for name in ("gated_deltanet", "mamba", "sliding_window", "attention")}
+    configs = {name: ZOO[name] for name in ("gated_deltanet", "mamba", "sliding_window", "attention", "titans")}
     assert_exact(worst_errors(2, tmp_path, configs, WIDTH, CASES))
 
 
