@@ -223,10 +223,11 @@ def test_fsdp2_and_context_parallelism_on_one_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parallel
-def test_one_graph_serves_batches_of_other_documents(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("name", ["gated_deltanet", "path_attention", "hyena"])
+def test_one_graph_serves_batches_of_other_documents(name: str, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     parallel = ContextParallel(mesh, "zigzag")
-    mixer = ZOO["gated_deltanet"].build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
+    mixer = ZOO[name].build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     x = torch.randn(1, 20, WIDTH, dtype=torch.float64)
     with torch.compiler.set_stance("default"):
