@@ -19,6 +19,14 @@ MIXERS: dict[str, dict[str, object]] = {
     "rwkv7": {"mixer": "rwkv7"},
     "sliding_window": {"mixer": "sliding_window", "heads": 2, "window": 100},
     "attention": {"mixer": "attention", "heads": 2},
+    "path_attention": {"mixer": "path_attention", "heads": 4},
+    "log_linear_gdn": {"mixer": "log_linear_gdn", "heads": 2, "value_heads": 4},
+    "log_linear_mamba2": {"mixer": "log_linear_mamba2"},
+    "momentum_deltanet": {"mixer": "momentum_deltanet", "heads": 4},
+    "titans": {"mixer": "titans"},
+    "ttt_linear": {"mixer": "ttt_linear"},
+    "hyena": {"mixer": "hyena"},
+    "mom": {"mixer": "mom", "memory": {"mixer": "gated_deltanet", "heads": 2, "key_width": 32, "value_width": 32}},
 }
 WIDTH, DOCUMENTS = 256, (0, 400, 650, 650, 900)
 
