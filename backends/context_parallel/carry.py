@@ -83,40 +83,40 @@ def local_sums(x: Tensor, before: Tensor | None, plan: ContextPlan) -> Tensor:
 
     Args: before: [D, ...], the sum before each document; None: zero.
     """
-    sizes = plan.local_sizes
-    totals = torch.stack([_tail_sum(piece, p, plan) for p, piece in enumerate(x[0].split(sizes))])
+    totals = span_sums(x[0], plan.tail_spans)
     first = first_states(before, totals, plan).to(totals.dtype)
     contribution = totals + first.index_select(0, plan.tails)
-    one = totals.new_ones(len(sizes), *[1] * (totals.dim() - 1))
+    one = totals.new_ones(len(plan.local), *[1] * (totals.dim() - 1))
     return with_incoming(first, incoming(contribution, one, scale_state, plan), plan)
 
 
-def _tail_sum(piece: Tensor, p: int, plan: ContextPlan) -> Tensor:
-    """Sum the tokens of the last segment of local piece p. Args: piece: its tokens."""
-    length = plan.lengths[plan.local[p]]
-    index = torch.arange(piece.shape[0], device=piece.device)
-    inside = (index >= piece.shape[0] - length).view(-1, *[1] * (piece.dim() - 1))
-    return torch.where(inside, piece, torch.zeros_like(piece)).sum(0)
+def span_sums(x: Tensor, spans: tuple[Tensor, Tensor]) -> Tensor:
+    """Sum x [T, ...] over the tokens between two bounds [P] each: [P, ...]."""
+    index = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1))
+    inside = [(index >= start) & (index < end) for start, end in zip(*spans, strict=True)]
+    return torch.stack([torch.where(i, x, torch.zeros_like(x)).sum(0) for i in inside])
 
 
-class _Tails(torch.autograd.Function):
-    """The last rows of each piece, whose gradient is added to a copy of that of x."""
+class _Rows(torch.autograd.Function):
+    """x and some of its rows [R], whose gradient is added to a copy of that of x. Negative rows are arbitrary."""
 
     @staticmethod
-    def forward(x_1TC: Tensor, sizes: list[int], past: int) -> tuple[Tensor, Tensor]:
-        return x_1TC.view_as(x_1TC), torch.stack([_last(piece, past) for piece in x_1TC[0].split(sizes)])
+    def forward(x_1TC: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+        if not x_1TC.shape[1]:
+            return x_1TC.view_as(x_1TC), x_1TC.new_zeros(rows_R.shape[0], x_1TC.shape[2])
+        return x_1TC.view_as(x_1TC), x_1TC[0].index_select(0, rows_R.clamp(min=0))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, ctx.sizes, ctx.past = inputs
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, d_x: Tensor, d_tails: Tensor) -> tuple[Tensor, None, None]:
-        d_x, end = d_x.clone(), 0
-        for size, d_tail in zip(ctx.sizes, d_tails, strict=True):
-            end, rows = end + size, min(ctx.past, size)
-            d_x[0, end - rows : end] += d_tail[ctx.past - rows :]
-        return d_x, None, None
+    def backward(ctx: Any, d_x: Tensor, d_rows: Tensor) -> tuple[Tensor, None]:
+        (rows_R,) = ctx.saved_tensors
+        if not d_x.shape[1]:
+            return d_x, None
+        d_rows = torch.where(rows_R[:, None] >= 0, d_rows, 0.0)
+        return d_x.index_add(1, rows_R.clamp(min=0), d_rows[None]), None
 
 
 def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: ContextPlan) -> tuple[Tensor, Tensor]:
@@ -128,9 +128,11 @@ def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: Contex
     Args: state: [D, past, C], the tokens before each document; None: zeros.
     Returns: x, whose gradient includes that of the halos if x is read from here on; the halos.
     """
-    x_1TC, tails = _Tails.apply(x_1TC, plan.local_sizes, past)
-    line = gather_pieces(tails, plan).flatten(0, 1)
     back = torch.arange(past, 0, -1, device=x_1TC.device)  # steps back from the first token
+    rows = plan.tail_spans[1][:, None].long() - back  # of a short piece also rows before it, which no rank reads
+    x_1TC, tails = _Rows.apply(x_1TC, rows.flatten())
+    tails = torch.unflatten(tails, 0, rows.shape)
+    line = gather_pieces(tails, plan).flatten(0, 1)
     from_end = back[:, None] - plan.distance[:, None]  # [P, past, G], 1 for the last token of piece g
     inside = (plan.distance[:, None] >= 0) & (from_end >= 1) & (from_end <= plan.lengths)
     index = (torch.arange(len(plan.order), device=line.device) + 1) * past - from_end
@@ -144,9 +146,3 @@ def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: Contex
         older = heads.gather(1, step[..., None].expand_as(heads))
         halo = torch.where(inside.any(-1)[..., None], halo, older)
     return x_1TC, with_incoming(first, halo, plan)
-
-
-def _last(piece: Tensor, past: int) -> Tensor:
-    """Return the last `past` rows, preceded by zeros if there are fewer."""
-    rows = piece[max(piece.shape[0] - past, 0) :]
-    return torch.cat([piece.new_zeros(past - rows.shape[0], *piece.shape[1:]), rows])

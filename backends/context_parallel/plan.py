@@ -21,7 +21,8 @@ class ContextPlan(NamedTuple):
     Args:
         group: name of the process group. ranks: its size.
         order: for each piece of the line its index among the gathered pieces, which are ordered by rank.
-        local: indices of this rank's pieces in the line. sizes: tokens of each piece of the line.
+        local: indices of this rank's pieces in the line.
+        sizes: tokens of each piece of the line; empty if only the device has them (`plan_of_memories`).
         documents: D.
         cu_seqlens: [N + 1] int32, bounds of the local segments.
         document: [N] int64, the document of each segment.
@@ -40,7 +41,7 @@ class ContextPlan(NamedTuple):
         gathers: whether mixers that cannot split their tokens run on those of all ranks, on every rank.
         symmetric: whether the triton backend exchanges summaries by a kernel of its own (triton/gather/op.py).
         key_bounds: [P, S + 1] int64, index in the line of the first token of each segment's document, then the end of
-            the piece.
+            the piece; empty without `sizes`.
     """
 
     group: str
@@ -87,9 +88,14 @@ class ContextPlan(NamedTuple):
         )  # fmt: skip
 
     @property
-    def heads(self) -> list[int]:
-        """The first segment of each local piece."""
-        return [p * self.segments for p in range(len(self.local))]
+    def head_spans(self) -> tuple[Tensor, Tensor]:
+        """The bounds of the first segment of each local piece, [P] each."""
+        return self.cu_seqlens[: -1 : self.segments], self.cu_seqlens[1 :: self.segments]
+
+    @property
+    def tail_spans(self) -> tuple[Tensor, Tensor]:
+        """The bounds of the last segment of each local piece, [P] each."""
+        return self.cu_seqlens[self.tails], self.cu_seqlens[self.tails + 1]
 
     @property
     def local_sizes(self) -> list[int]:

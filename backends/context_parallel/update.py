@@ -9,7 +9,7 @@ the piece up to t. One pass of the backend gives o', r, and what the other ranks
 - Updates with an erase term: the pass has K more value columns, in which v is 0 and the initial state the identity.
   Their outputs are r, and their final state is the map of the piece, K x K.
 - Decay by rate: r would have K times as many elements as v, so that a first pass gives the contribution of a piece, and
-  a second one starts from the true state.
+  a second one starts from the true state. So do memories, whose pieces are not slices of the tokens.
 
 The second pass of the general form would cost as much as the first without the read: with V values and the K columns of
 the map, (V + K) + V columns instead of V + K and a product of K x V per token.
@@ -17,14 +17,12 @@ the map, (V + K) + V columns instead of V + K and a product of K x V per token.
 T tokens, N segments, P local pieces, H key heads, HV value heads, K key width, V value width
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from deltazoo.backends.context_parallel.carry import first_states, incoming, scale_state, with_incoming
+from deltazoo.backends.context_parallel.carry import first_states, incoming, scale_state, span_sums, with_incoming
 from deltazoo.backends.context_parallel.exchange import connected
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.update.base import UpdateInputs, UpdateOutput, state_dtype, without_autocast
@@ -44,26 +42,30 @@ def carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) 
 def _carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> UpdateOutput:
     state = inputs.state
     inputs = inputs._replace(cu_seqlens=plan.operator_bounds)
-    if bound.spec.decay == "rate":
-        second = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
-        return second._replace(o=connected(second.o, second.state))
-    like = _no_states(inputs, plan)
-    first = first_states(state, like, plan)
+    first = first_states(state, _no_states(inputs, plan), plan)
     out = bound.carried(inputs._replace(state=first), plan.links)
     if out is not None:
         return out
+    if bound.spec.decay == "rate" or not plan.sizes:
+        second = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
+        return second._replace(o=connected(second.o, second.state))
     if bound.spec.transition == "additive":
         return _read_with_decays(bound, inputs._replace(state=None if state is None else first), plan)
     return _read_with_maps(bound, inputs._replace(state=first), plan)
 
 
 def carried_states(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
-    """Return the state before each local segment of an additive update [N, HV, K, V]. Args: as for `carried_update`."""
-    assert bound.spec.transition == "additive"
+    """Return the state before each local segment [N, HV, K, V]. Args: as for `carried_update`."""
     first = first_states(inputs.state, _no_states(inputs, plan), plan)
-    out = bound(inputs._replace(state=first, cu_seqlens=plan.operator_bounds))
-    decays = torch.stack([d.end.exp() for d in _decays(bound, inputs, plan)])
-    return with_incoming(first, incoming(_tails(out, inputs, plan), decays, scale_state, plan), plan)
+    inputs = inputs._replace(state=first, cu_seqlens=plan.operator_bounds)
+    if bound.spec.transition == "additive":
+        decays = _span_decays(bound, inputs, plan.tail_spans)
+        states = incoming(_tails(bound(inputs), inputs, plan), decays, scale_state, plan)
+    else:
+        K, V = first.shape[2:]
+        last, maps = _tails(bound(_with_maps(bound, inputs, plan)), inputs, plan).split([V, K], -1)
+        states = incoming(last, maps, torch.matmul, plan)
+    return with_incoming(first, states, plan)
 
 
 def _no_states(inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
@@ -72,88 +74,81 @@ def _no_states(inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
     return inputs.q.new_empty(len(plan.local), HV, inputs.q.shape[-1], V, dtype=state_dtype(inputs.q.dtype))
 
 
-class _Decays(NamedTuple):
-    """Cumulative log decays of a piece. read: [T, HV, 1 or K], up to what q_t reads. end: [HV, 1 or K, 1]."""
-
-    read: Tensor
-    end: Tensor
-
-
-def _decays(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> list[_Decays]:
-    """Return the cumulative log decays of each local piece from its start, as if it were one segment."""
-    spec, sizes = bound.spec, plan.local_sizes
-    dtype, HV = state_dtype(inputs.q.dtype), inputs.v.shape[-2]
+def _span_decays(bound: BoundUpdate, inputs: UpdateInputs, spans: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the products of the decays between two bounds [P] each: [P, HV, 1 or K, 1]."""
+    spec, HV = bound.spec, inputs.v.shape[-2]
+    P, dtype = spans[0].shape[0], state_dtype(inputs.q.dtype)
+    if spec.decay == "none":
+        return inputs.q.new_ones(P, HV, 1, 1, dtype=dtype)
     if spec.decay == "rate":
         assert inputs.step is not None and inputs.rate is not None
-        ends = [piece.sum(0)[:, None] * inputs.rate for piece in inputs.step[0].split(sizes)]
-        return [_Decays(end, end[..., None]) for end in ends]
-    pieces = []
-    for size in sizes:
-        time = torch.arange(1, size + 1, device=inputs.q.device, dtype=dtype)[:, None, None]
+        total = span_sums(inputs.step[0], spans)[..., None] * inputs.rate
+    else:
+        assert inputs.log_decay is not None
         if spec.decay == "fixed":
-            assert inputs.log_decay is not None
-            per_token = inputs.log_decay.view(HV, -1)
-            pieces.append((time * per_token, size * per_token, per_token))
+            total = (spans[1] - spans[0]).view(-1, 1, 1) * inputs.log_decay.view(HV, -1)
         else:
-            zero = time.new_zeros(HV, 1)
-            pieces.append((time * zero, zero, zero))
+            total = span_sums(inputs.log_decay[0], spans)
+    return total.view(P, HV, -1, 1).exp()
+
+
+def _read_decays(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> list[Tensor]:
+    """Return the product of the decays from the start of each local piece up to what q_t reads, [T, HV, 1 or K]."""
+    spec, sizes = bound.spec, plan.local_sizes
+    dtype, HV = state_dtype(inputs.q.dtype), inputs.v.shape[-2]
+    is_before = spec.read == "before"
     if spec.decay in ("head", "channel"):
         assert inputs.log_decay is not None
         log_decays = [x if x.dim() == 3 else x[..., None] for x in inputs.log_decay[0].split(sizes)]
-        pieces = [(x.cumsum(0), x.sum(0), x) for x in log_decays]
-    before = spec.read == "before"
-    return [_Decays(total - last if before else total, end[..., None]) for total, end, last in pieces]
+        return [(x.cumsum(0) - x if is_before else x.cumsum(0)).exp() for x in log_decays]
+    per_token = inputs.q.new_zeros(HV, 1, dtype=dtype)
+    if spec.decay == "fixed":
+        assert inputs.log_decay is not None
+        per_token = inputs.log_decay.view(HV, -1)
+    times = [torch.arange(n, device=inputs.q.device, dtype=dtype)[:, None, None] for n in sizes]
+    return [((time if is_before else time + 1) * per_token).exp() for time in times]
 
 
 def _read_with_decays(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> UpdateOutput:
     out = bound(inputs)
-    decays = _decays(bound, inputs, plan)
-    ends = torch.stack([d.end.exp() for d in decays])
-    S = incoming(_tails(out, inputs, plan), ends, scale_state, plan)
+    decays = _read_decays(bound, inputs, plan)
+    S = incoming(_tails(out, inputs, plan), _span_decays(bound, inputs, plan.tail_spans), scale_state, plan)
     S = torch.where(plan.receives.view(-1, 1, 1, 1), S, 0.0)
     scale, sizes, dtype = bound.spec.scale_of(inputs.q.shape[-1]), plan.local_sizes, inputs.q.dtype
-    reads, finals = [], []
+    reads = []
+    starts, ends = plan.head_spans
     for p, (q, o, decay) in enumerate(zip(inputs.q[0].split(sizes), out.o[0].split(sizes), decays, strict=True)):
-        head, S_p = plan.heads[p], S[p]
-        length = plan.cu_seqlens[head + 1] - plan.cu_seqlens[head]
-        inside = torch.arange(q.shape[0], device=q.device) < length
-        factor = scale * torch.where(inside[:, None, None], decay.read.exp(), 0.0)
-        by_head = rearrange(S_p.to(dtype), "(h g) k v -> h g k v", h=q.shape[1])
+        inside = torch.arange(q.shape[0], device=q.device) < ends[p] - starts[p]
+        factor = scale * torch.where(inside[:, None, None], decay, 0.0)
+        by_head = rearrange(S[p].to(dtype), "(h g) k v -> h g k v", h=q.shape[1])
         if factor.shape[-1] == 1:
             read = factor * torch.einsum("thk,hgkv->thgv", q, by_head).flatten(1, 2)
         else:
             scaled = q.repeat_interleave(by_head.shape[1], 1) * factor
-            read = torch.einsum("thk,hkv->thv", scaled.to(dtype), S_p.to(dtype))
+            read = torch.einsum("thk,hkv->thv", scaled.to(dtype), S[p].to(dtype))
         reads.append((o + read).to(o.dtype))
-        finals.append(_head_decay(bound, inputs, p, length, plan) * S_p)
     o = connected(torch.cat(reads)[None], S, inputs.q)
-    return UpdateOutput(o, _add_to_heads(out.state, torch.stack(finals), plan))
+    return UpdateOutput(o, _add_to_heads(out.state, _span_decays(bound, inputs, plan.head_spans) * S, plan))
 
 
-def _head_decay(bound: BoundUpdate, inputs: UpdateInputs, p: int, length: Tensor, plan: ContextPlan) -> Tensor:
-    """Return the product of the decays of the first segment of local piece p, [HV, 1 or K, 1]."""
-    spec, HV = bound.spec, inputs.v.shape[-2]
-    if spec.decay == "none":
-        return inputs.q.new_ones(HV, 1, 1, dtype=state_dtype(inputs.q.dtype))
-    assert inputs.log_decay is not None
-    if spec.decay == "fixed":
-        return (inputs.log_decay.view(HV, -1) * length).exp()[..., None]
-    x = inputs.log_decay[0].split(plan.local_sizes)[p]
-    inside = torch.arange(x.shape[0], device=x.device) < length
-    return torch.where(inside.view(-1, *[1] * (x.dim() - 1)), x, 0.0).sum(0).view(HV, -1).exp()[..., None]
+def _with_maps(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> UpdateInputs:
+    """Append K values that start from the identity in the first segment of each local piece."""
+    assert inputs.state is not None
+    K, P = inputs.state.shape[2], len(plan.local)
+    eye = torch.eye(K, device=inputs.q.device, dtype=inputs.state.dtype)
+    identity = eye.expand(P, 1, inputs.state.shape[1], K, K)
+    others = identity.new_zeros(P, plan.segments - 1, *identity.shape[2:])
+    state = torch.cat([inputs.state, torch.cat([identity, others], 1).flatten(0, 1)], -1)
+    wide = inputs._replace(v=F.pad(inputs.v, (0, K)), state=state)
+    if bound.spec.beta == "channel" and inputs.write is not None:
+        wide = wide._replace(write=F.pad(inputs.write, (0, K), value=1.0))
+    return wide
 
 
 def _read_with_maps(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> UpdateOutput:
     assert inputs.state is not None
     (K, V), sizes = inputs.state.shape[2:], plan.local_sizes
-    eye = torch.eye(K, device=inputs.q.device, dtype=inputs.state.dtype)
-    identity = eye.expand(len(sizes), 1, inputs.state.shape[1], K, K)
-    others = identity.new_zeros(len(sizes), plan.segments - 1, *identity.shape[2:])
-    state = torch.cat([inputs.state, torch.cat([identity, others], 1).flatten(0, 1)], -1)
-    wide = inputs._replace(v=F.pad(inputs.v, (0, K)), state=state)
-    if bound.spec.beta == "channel" and inputs.write is not None:
-        wide = wide._replace(write=F.pad(inputs.write, (0, K), value=1.0))
-    out = bound(wide)
+    out = bound(_with_maps(bound, inputs, plan))
     o, r = out.o.split([V, K], -1)
     final, maps = out.state.split([V, K], -1)
     last, last_maps = _tails(out, inputs, plan).split([V, K], -1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
+from deltazoo.backends.context_parallel.carry import first_states, incoming, span_sums, with_incoming
 from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.torch_ext.materialize import materialize
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
@@ -134,14 +134,14 @@ def _max_before_segments(
 
     The map of a piece adds the sum of its log decays, and its contribution is the maximum from -infinity.
     """
-    P, sizes, HV = len(plan.local), plan.local_sizes, log_decay.shape[2]
+    HV = log_decay.shape[2]
     if state is None:
         state = initial_max(plan.documents, HV, log_decay)
     first = first_states(state, state, plan, -torch.inf)
     _, _, last = running_max(log_decay, log_input, first.clone(), local)  # overwrites the state
     assert last is not None
-    total = torch.stack([piece.sum(0) for piece in log_decay[0].split(sizes)])
-    carried = incoming(last[plan.tails], total.view(P, HV), torch.add, plan, torch.maximum, -torch.inf)
+    total = span_sums(log_decay[0], plan.tail_spans)
+    carried = incoming(last[plan.tails], total, torch.add, plan, torch.maximum, -torch.inf)
     return with_incoming(first, carried, plan)
 
 
