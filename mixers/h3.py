@@ -48,6 +48,8 @@ class H3Mixer(FilterMixer):
     Source: section 3.1 and algorithm 1, with d_h = 1.
     """
 
+    splits_routed: ClassVar[bool] = True
+
     def __init__(self, config: H3, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
         self.filters["shift"] = ShortConv(width, config.shift, backend=backend)

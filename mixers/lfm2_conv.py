@@ -43,6 +43,7 @@ class LFM2ConvMixer(FilterMixer):
     """Module of `LFM2Conv`. State: that of the convolution."""
 
     commit_form: ClassVar[CommitForm] = "cache"
+    splits_routed: ClassVar[bool] = True
 
     def __init__(self, config: LFM2Conv, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)

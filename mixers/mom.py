@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationInfo, mo
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from deltazoo.backends.context_parallel.memories import plan_of_memories
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.check import check_integer
@@ -46,7 +47,6 @@ SHARING = (
     "query: the memories have q, the convolution, norm, gate and output map in common; all: also the maps to k, v and "
     "gates (the source's single_kv_proj); none: nothing; None: query if the memory allows it, else none"
 )
-SPLIT_REFUSAL = "routes the tokens of a document to sequences whose lengths on each rank depend on the router"
 Inner = Annotated[MixerConfig, BeforeValidator(_parse_memory), PlainSerializer(dump)]
 
 
@@ -188,6 +188,8 @@ class JointMoMMixer(Mixer, Routed):
     sequence for each sequence of x; the shared memory processes x itself. State: see `JointMemories`.
     """
 
+    splits_routed: ClassVar[bool] = True
+
     def __init__(self, config: MoM, width: int, place: Place, backend: str | Backend | None) -> None:
         super().__init__()
         assert isinstance(config.memory, UpdateConfig)
@@ -197,8 +199,8 @@ class JointMoMMixer(Mixer, Routed):
         self.router = Router(config, width)
         self.joint = JointMemories(shape, memory.spec(), memory.parts(shape, place), sizes, memory.name, backend)
 
-    def split_refusal(self) -> str:
-        return SPLIT_REFUSAL
+    def split_refusal(self) -> None:
+        return None
 
     @property
     def unused_parameters(self) -> int:
@@ -239,6 +241,8 @@ class MoMMixer(Mixer, Routed):
     State: {"shared": ..., "memory 0": ..., ...}, each the state of its mixer.
     """
 
+    splits_routed: ClassVar[bool] = True
+
     def __init__(self, config: MoM, width: int, place: Place, backend: str | Backend | None) -> None:
         super().__init__()
         self.width = width
@@ -247,8 +251,14 @@ class MoMMixer(Mixer, Routed):
         self.shared: Mixer | None = config.memory.build(width, place, backend) if config.shared else None
         self.names = tuple(f"memory {m}" for m in range(config.memories))
 
-    def split_refusal(self) -> str:
-        return SPLIT_REFUSAL
+    def split_refusal(self) -> str | None:
+        for memory in cast("Sequence[Mixer]", self.memories):
+            refusal = memory.split_refusal()
+            if refusal is None and not memory.splits_routed:
+                refusal = "needs the number of its tokens on each rank, which depends on the router"
+            if refusal is not None:
+                return f"has memories of the type {type(memory).__name__}, which {refusal}"
+        return None
 
     @property
     def unused_parameters(self) -> int:
@@ -290,9 +300,8 @@ class MoMMixer(Mixer, Routed):
     def _pack(self, x_BTD: Tensor, context: Context) -> Sequence[DeltaMixer] | None:
         """Return the mixers of one pack: the memories and, without given positions, the shared one. None: no pack."""
         memories = list(self.memories)
-        if x_BTD.shape[0] == 0 or x_BTD.shape[1] <= 1 or not can_group(memories):
-            return None
-        if not memories[0].update.takes_packs(x_BTD):
+        has_few = context.parallel is None and (x_BTD.shape[0] == 0 or x_BTD.shape[1] <= 1)
+        if has_few or not can_group(memories) or not memories[0].update.takes_packs(x_BTD):
             return None
         every_mixer = memories if self.shared is None else [*memories, self.shared]
         return every_mixer if context.positions is None and can_group(every_mixer) else memories
@@ -368,10 +377,12 @@ def _run_on_packed(memory: nn.Module, x_1TD: Tensor, chosen_T: Tensor, state: St
     chosen_N = chosen_N.index_add(0, sequence_index(cu_seqlens, T), chosen_T.long())[:N]
     count_2N = torch.cat([chosen_N, cu_seqlens.diff() - chosen_N])
     ends = torch.cat([count_2N.new_zeros(1), count_2N.cumsum(0)]).to(torch.int32)
-    context = context._replace(cu_seqlens=ends)
+    plan = context.parallel
+    plan = None if plan is None else plan_of_memories(plan, ends, 2, T)
+    context = context._replace(cu_seqlens=ends, parallel=plan)
     if state is None:
         return MixerOutput(*memory(x_1TD, None, context))
     doubled = tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), state)
     y, doubled, side = MixerOutput(*memory(x_1TD, doubled, context))
-    new = tree_map(lambda leaf: leaf[:N], doubled)
+    new = tree_map(lambda old, leaf: leaf[: old.shape[0]], state, doubled)
     return MixerOutput(y, new if torch.is_grad_enabled() else rollback_(state, new), side)

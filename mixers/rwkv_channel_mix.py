@@ -47,6 +47,7 @@ class ChannelMixer(FilterMixer):
     """
 
     commit_form: ClassVar[CommitForm] = "cache"
+    splits_routed: ClassVar[bool] = True
 
     def __init__(self, config: RWKVChannelMix, width: int, place: Place) -> None:
         super().__init__(width)

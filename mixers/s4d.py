@@ -40,6 +40,8 @@ class S4D(FilterConfig):
 class S4DMixer(FilterMixer):
     """Module of `S4D`. State: that of `DiagonalSSM`."""
 
+    splits_routed: ClassVar[bool] = True
+
     def __init__(self, config: S4D, width: int, backend: str | Backend | None) -> None:
         super().__init__(width)
         self.filters["ssm"] = DiagonalSSM(

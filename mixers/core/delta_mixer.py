@@ -65,6 +65,7 @@ class DeltaMixer(Mixer):
     """
 
     commit_form: ClassVar[CommitForm] = "writes"
+    splits_routed: ClassVar[bool] = True
 
     def __init__(
         self,

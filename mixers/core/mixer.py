@@ -161,11 +161,13 @@ class Mixer(nn.Module, ABC):
 
     A mixer that computes tokens split over ranks (`Context.parallel`) returns None from `split_refusal`.
 
-    Class attribute: `commit_form`, how the mixer commits drafted tokens. `forward` and `commit_` of a mixer with
-    another form than "reread" compute them (`Context.verify`).
+    Class attributes: `commit_form`, how the mixer commits drafted tokens. `forward` and `commit_` of a mixer with
+    another form than "reread" compute them (`Context.verify`); `splits_routed`, whether a mixer that splits also
+    computes tokens whose number on each rank the host does not know (`plan_of_memories`), such as those of a memory.
     """
 
     commit_form: ClassVar[CommitForm] = "reread"
+    splits_routed: ClassVar[bool] = False
 
     def split_refusal(self) -> str | None:
         """Return why the mixer cannot split sequences over ranks, as a clause after its name; None: it can."""

@@ -164,9 +164,9 @@ class MappedOutputPart(StatelessOutputPart, MapsInput, ABC):
 class Stateful(ABC):
     """Part with a state: one tensor with the batch in dimension 0.
 
-    Class attributes: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`);
-    `keeps_inputs`, whether the state is that of a `ShortConv` or `TokenShift`, which return their inputs for drafted
-    tokens (`Context.verify`). Other parts read the accepted tokens again.
+    Class attributes: `splits`, whether it computes tokens that are split over ranks (`Context.parallel`), also by a
+    plan without `sizes`; `keeps_inputs`, whether the state is that of a `ShortConv` or `TokenShift`, which return their
+    inputs for drafted tokens (`Context.verify`). Other parts read the accepted tokens again.
     """
 
     splits: ClassVar[bool] = False

@@ -88,22 +88,25 @@ class ShortConv(Groupable, HasBackend):
             stepped = self.bound.step_(ConvInputs(x_BTC, self.weight, self.bias, state))
             if stepped is not None:
                 return stepped, state
-        x_BTC, before = _before_segments(x_BTC, state, self.weight.shape[1] - 1, context)
-        history = None if before is None else before.to(x_BTC.dtype)
-        streams = self.bound(ConvInputs(x_BTC, self.weight, self.bias, history, _bounds(context)))
-        if context.parallel is not None:
-            streams = tuple(connected(y, before) for y in streams)
-        return streams, _next_state(x_BTC, state, before, context)
+        return self._convolve(ConvInputs(x_BTC, self.weight, self.bias, state, _bounds(context)), context)
 
     def forward_grouped(
         self, parts: Sequence["ShortConv"], rows: Rows, x_1AC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        history = None if state is None else state.to(x_1AC.dtype)
         weight = torch.stack([part.weight for part in parts])
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
         bias = torch.stack(biases) if biases else None
-        streams = self.bound(ConvInputs(x_1AC, weight, bias, history, context.cu_seqlens, rows.ends))
-        return streams, _next_state(x_1AC, state, state, context)
+        return self._convolve(ConvInputs(x_1AC, weight, bias, state, context.cu_seqlens, rows.ends), context)
+
+    def _convolve(self, inputs: ConvInputs, context: Context) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Convolve x after the inputs before it. Args: inputs: `history` holds the state."""
+        state = inputs.history
+        x, before = _before_segments(inputs.x, state, self.weight.shape[1] - 1, context)
+        history = None if before is None else before.to(x.dtype)
+        streams = self.bound(inputs._replace(x=x, history=history))
+        if context.parallel is not None:
+            streams = tuple(connected(y, before) for y in streams)
+        return streams, _next_state(x, state, before, context)
 
     def extra_repr(self) -> str:
         channels, taps = self.weight.shape

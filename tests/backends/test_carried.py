@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deltazoo.backends.context_parallel.exchange import states_of_documents
-from deltazoo.backends.context_parallel.plan import Cut, make_plan, most_segments
+from deltazoo.backends.context_parallel.memories import plan_of_memories
+from deltazoo.backends.context_parallel.plan import ContextPlan, Cut, make_plan, most_segments
 from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.triton.backend import TritonBackend
 from deltazoo.backends.triton.chunk import carried
@@ -79,8 +80,26 @@ def test_pieces_equal_the_reference(
 ) -> None:
     heads = Heads(HV=1 if name == "dplr" else 2)
     inputs = draw(SPECS[name], line[0], decay, heads)
-    errors = errors_of(SPECS[name], line, inputs, TritonBackend(SEGMENTS), mesh, torch.float32)
+    errors = errors_of(SPECS[name], line[0], inputs, TritonBackend(SEGMENTS), plan_of(line, mesh), torch.float32)
     assert max(errors.values()) < (1e-4 if decay < 1 else 3e-4), errors
+
+
+@interpreted
+def test_memories_equal_the_reference(mesh: DeviceMesh) -> None:
+    line = [0, 5, 5, 40, 44], [26, 0, 18]
+    plan, memories = plan_of(line, mesh), 2
+    memory_T = torch.randint(memories, (44,), generator=torch.Generator().manual_seed(0))
+    memory_T[5:26], memory_T[40:] = 0, 1  # memory 1 gets no token of the start of a document, memory 0 none of another
+
+    def bounds(edges: list[int]) -> Tensor:
+        counts = [(memory_T[a:b] == m).sum() for m in range(memories) for a, b in itertools.pairwise(edges)]
+        return torch.stack([torch.tensor(0), *counts]).cumsum(0).to(torch.int32)
+
+    documents = bounds(line[0]).tolist()
+    inputs = draw(SPECS["head decay"], documents, 0.05, Heads(HV=1))
+    plan = plan_of_memories(plan, bounds(plan.cu_seqlens.tolist()), memories, 44)
+    errors = errors_of(SPECS["head decay"], documents, inputs, TritonBackend(SEGMENTS), plan, torch.float32)
+    assert max(errors.values()) < 1e-4, errors
 
 
 @interpreted
@@ -89,7 +108,7 @@ def test_windows_of_the_backward_equal_the_reference(mesh: DeviceMesh, monkeypat
     line, heads = ([0, 60, 70], [33, 37]), Heads(HV=1)
     inputs = draw(SPECS["head decay"], line[0], 0.05, heads)
     backend = TritonBackend(SEGMENTS.changed(scratch=1))
-    errors = errors_of(SPECS["head decay"], line, inputs, backend, mesh, torch.float32)
+    errors = errors_of(SPECS["head decay"], line[0], inputs, backend, plan_of(line, mesh), torch.float32)
     assert max(errors.values()) < 1e-4, errors
 
 
@@ -111,28 +130,32 @@ def test_pieces_equal_the_reference_on_a_gpu(name: str, heads: Heads, decay: flo
         key: x if key in ("log_decay", "state") else x.bfloat16().double()
         for key, x in draw(SPECS[name], line[0], decay, heads).items()
     }
-    errors = errors_of(SPECS[name], line, {key: x.cuda() for key, x in inputs.items()}, TritonBackend(), mesh)
+    on_gpu = {key: x.cuda() for key, x in inputs.items()}
+    errors = errors_of(SPECS[name], line[0], on_gpu, TritonBackend(), plan_of(line, mesh, "cuda"))
     limits = dict.fromkeys(("o", "final"), 5e-3) | dict.fromkeys(("log_decay", "beta"), 2e-2)
     wrong = {key: error for key, error in errors.items() if not error < limits.get(key, 1e-2) * (1 if decay < 1 else 3)}
     assert not wrong, errors
 
 
+def plan_of(line: tuple[list[int], list[int]], mesh: DeviceMesh, device: str = "cpu") -> ContextPlan:
+    """Return the plan of documents and the sizes of pieces, all of which this process holds."""
+    documents, sizes = line
+    cut = Cut((0, *itertools.accumulate(sizes)), (0,) * len(sizes))
+    return make_plan(documents, cut, 0, 1, mesh.get_group().group_name, most_segments(documents, cut), device)
+
+
 def errors_of(
     spec: UpdateSpec,
-    line: tuple[list[int], list[int]],
+    documents: list[int],
     inputs: dict[str, Tensor],
     backend: TritonBackend,
-    mesh: DeviceMesh,
+    plan: ContextPlan,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, float]:
     """Return the relative errors of outputs, final states and gradients."""
-    documents, sizes = line
     d_o = torch.randn_like(inputs["v"][:, :, 0] if spec.householders > 1 else inputs["v"])
     d_state = torch.randn_like(inputs["state"])
     expected = gradients(spec, inputs, d_o, d_state, documents)
-    cut = Cut((0, *itertools.accumulate(sizes)), (0,) * len(sizes))
-    group, segments = mesh.get_group().group_name, most_segments(documents, cut)
-    plan = make_plan(documents, cut, 0, 1, group, segments, d_o.device)
     leaves = {
         key: x.to(torch.float32 if key in ("log_decay", "state") else dtype).requires_grad_()
         for key, x in inputs.items()

@@ -25,20 +25,27 @@ from deltazoo.mixers.parts.attention import split_attention
 from deltazoo.mixers.parts.attention.split_attention import attend_line
 
 EXACT = 1e-10
-REFUSED = ("mom", "mom of rwkv4, one active")
 # What is exchanged: maps of the delta rule, decays, decays by rate, maxima, sums of exponentials, angles, least squares
 # with states, the halo of a window, keys and values, latent vectors, sums of log gates; tokens for heads, for groups of
 # heads, for channels.
 KINDS = (
     "gated_deltanet", "retnet", "mamba", "rwkv4", "abc", "mamba3", "mesa", "sliding_window", "attention", "mla", "fox",
-    "momentum_deltanet", "path_attention, forget gate, grouped heads", "hyena",
+    "momentum_deltanet", "path_attention, forget gate, grouped heads", "hyena", "mom",
 )  # fmt: skip
 # Options with a further state, or that shorten the exchange.
 OPTIONS = {
     "hgrn2, convolution": small("hgrn2", conv_width=3),
     "gsa, shared keys": small("gsa", heads=4, value_heads=None, key_value_heads=2, conv_width=3),
     "mla, window": small("mla", window=4, gate="head", bias=True),
+    **{
+        f"mom of gated_deltanet, sharing {sharing}": small(
+            "mom", memory={"mixer": "gated_deltanet", "heads": 2, "key_width": 4, "conv_width": 4}, sharing=sharing
+        )
+        for sharing in ("all", "none")
+    },
+    "mom of lfm2_conv": small("mom", memory={"mixer": "lfm2_conv"}),
 }
+REFUSED = {"mom of attention": small("mom", memory={"mixer": "attention", "heads": 2})}
 CASES = [Case("rows", 3, 7), Case("zigzag, states", 2, 9, "zigzag", state=True)]
 
 
@@ -55,7 +62,7 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize("name", [*KINDS, *OPTIONS, *REFUSED])
 def test_two_pieces_equal_the_whole(name: str, mesh: DeviceMesh) -> None:
     case = Case("two pieces", 1, 17, "zigzag", (0, 2, 2, 13, 17), (8, 9), state=True, segments=4)
-    errors = errors_of((ZOO | OPTIONS)[name], WIDTH, case, ContextParallel(mesh, "zigzag", gather=True))
+    errors = errors_of((ZOO | OPTIONS | REFUSED)[name], WIDTH, case, ContextParallel(mesh, "zigzag", gather=True))
     assert max(errors.values()) < EXACT, errors
 
 
@@ -82,14 +89,14 @@ def test_decoding_continues_a_split_prompt(layout: Layout, mesh: DeviceMesh) -> 
 def test_mixers_that_do_not_split_say_why(name: str) -> None:
     cut = Cut((0, 4, 8), (0, 1))
     plan = make_plan([0, 8], cut, 0, 2, "", 1, "cpu")
-    mixer = ZOO[name].build(WIDTH, backend="reference")
+    mixer = REFUSED[name].build(WIDTH, backend="reference")
     with pytest.raises(UnsupportedError, match=f"^context parallelism: {type(mixer).__name__} [a-z].{{20,}}"):
         mixer(torch.zeros(1, 4, WIDTH), None, Context(cu_seqlens=plan.cu_seqlens, parallel=plan))
 
 
-def test_every_mixer_splits_or_refuses() -> None:
+def test_every_mixer_splits() -> None:
     refusing = {n for n, c in ZOO.items() if c.build(WIDTH, backend="reference").split_refusal() is not None}
-    assert refusing == set(REFUSED)
+    assert not refusing
 
 
 def test_plan_of_a_document_across_three_pieces() -> None:
@@ -223,11 +230,13 @@ def test_fsdp2_and_context_parallelism_on_one_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", ["gated_deltanet", "path_attention", "hyena"])
+@pytest.mark.parametrize(
+    "name", ["gated_deltanet", "path_attention", "hyena", "mom of gated_deltanet, sharing all", "mom of lfm2_conv"]
+)
 def test_one_graph_serves_batches_of_other_documents(name: str, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     parallel = ContextParallel(mesh, "zigzag")
-    mixer = ZOO[name].build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
+    mixer = (ZOO | OPTIONS)[name].build(WIDTH, backend=CompileBackend(chunk=16, compiled=False)).double()
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     x = torch.randn(1, 20, WIDTH, dtype=torch.float64)
     with torch.compiler.set_stance("default"):

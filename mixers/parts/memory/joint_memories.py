@@ -152,7 +152,8 @@ class JointMemories(nn.Module):
         self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, NamedTensors | None]:
         """Return y [B, T, D], and the new state, for the tokens x [B, T, D] and their memories."""
-        layout: _Layout = _PackedLayout(pack) if self._takes_packs(x) else _PaddedLayout(pack, x.shape[1])
+        is_packed = context.parallel is not None or self._takes_packs(x)
+        layout: _Layout = _PackedLayout(pack) if is_packed else _PaddedLayout(pack, x.shape[1])
         (M, N), routed_state = pack.sizes, {name: y[:, : pack.sizes[0]] for name, y in (state or {}).items()}
         old = {name: layout.states(y.transpose(0, 1).flatten(0, 1)) for name, y in routed_state.items()}
         routed, of_all = self._channels(x, pack)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.context_parallel.memories import plan_of_memories
+from deltazoo.backends.context_parallel.plan import ContextPlan
 from deltazoo.backends.ops.grouped import Copies, group_of_row
 from deltazoo.backends.torch_ext.gather import copy_rows, gather_rows
 from deltazoo.backends.update.varlen import sequence_index
@@ -27,7 +29,8 @@ class TokenPack(NamedTuple):
         memory, weight: [B, T, k], the memory and the weight of each assignment.
         rows: the memory of each row. bounds: [M N + 1] int32, or [M N + 2], the bounds of the sequences.
         real: [B, T] bool, whether a token belongs to a sequence; None: all do.
-        sizes: M and N.
+        sizes: M, and the number of states of a memory: N, or with context parallelism that of all documents.
+        parallel: the plan of context parallelism of the pack.
     """
 
     order: Tensor
@@ -38,19 +41,20 @@ class TokenPack(NamedTuple):
     bounds: Tensor
     real: Tensor | None
     sizes: tuple[int, int]
+    parallel: ContextPlan | None
 
     @classmethod
     def of(cls, order_BTK: Tensor, weight_BTK: Tensor, memories: int, context: Context) -> Self:
         """Sort the assignments. Args: order: the memories of each token. memories: M."""
         B, T, k = order_BTK.shape
-        M, A = memories, B * T * k
+        M, A, plan = memories, B * T * k, context.parallel
         if context.cu_seqlens is None:
             N, real_BT = B, context.mask
             sequence_BT = torch.arange(B, device=order_BTK.device)[:, None].expand(B, T)
         else:
             N = context.cu_seqlens.shape[0] - 1
             sequence_BT = sequence_index(context.cu_seqlens, T)[None]
-            real_BT = sequence_BT < N
+            real_BT = sequence_BT < N if plan is None else None  # every token of a plan belongs to a segment
         index_BTK = order_BTK * N + sequence_BT[..., None]
         if real_BT is not None:
             index_BTK = torch.where(real_BT[..., None], index_BTK, M * N)
@@ -59,12 +63,14 @@ class TokenPack(NamedTuple):
         bounds = torch.searchsorted(index_A, torch.arange(count + 1, device=index_A.device)).to(torch.int32)
         ends_M = torch.cat([bounds[torch.arange(1, M, device=bounds.device) * N], bounds.new_full((1,), A)])
         rows = Rows(group_of_row(ends_M, A), ends_M)
-        return cls(order_A, order_A.argsort(), order_BTK, weight_BTK, rows, bounds, real_BT, (M, N))
+        sizes = (M, N if plan is None else plan.documents)
+        plan = None if plan is None else plan_of_memories(plan, bounds, M, A)
+        return cls(order_A, order_A.argsort(), order_BTK, weight_BTK, rows, bounds, real_BT, sizes, plan)
 
     @property
     def context(self) -> Context:
         """The context of the pack."""
-        return Context(cu_seqlens=self.bounds)
+        return Context(cu_seqlens=self.bounds, parallel=self.parallel)
 
     @property
     def copies(self) -> Copies:
@@ -90,9 +96,8 @@ class TokenPack(NamedTuple):
         return (self.weight[..., None] * y_BTKC).sum(2).to(y_1AC.dtype)
 
     def with_extra(self, states: Tensor) -> Tensor:
-        """Append the state of the sequence of padded tokens, if there is one, to states [M N, ...]."""
-        extra = self.bounds.shape[0] - 1 - states.shape[0]
-        return torch.cat([states, states.new_zeros(extra, *states.shape[1:])])
+        """Copy states [M N, ...], and append that of the sequence of padded tokens if there is one."""
+        return torch.cat([states, states.new_zeros(int(self.real is not None), *states.shape[1:])])
 
 
 def with_memory_of_all(order_BTK: Tensor, weight_BTK: Tensor, memory: int) -> tuple[Tensor, Tensor]:
