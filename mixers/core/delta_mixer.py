@@ -15,7 +15,7 @@ from deltazoo.backends.ops.gemv import Norm, add_product
 from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
-from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
+from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.activations import activation_like
@@ -35,8 +35,6 @@ from deltazoo.mixers.core.part import (
     Parts,
     Stateful,
     StatelessOutputPart,
-    StepTail,
-    TokenProjection,
     call_stateful,
     commit_part_,
     init_normal,
@@ -52,6 +50,7 @@ from deltazoo.mixers.core.sequences import (
     undo_left_align,
 )
 from deltazoo.mixers.core.side import Side, side_outputs
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
 
 
@@ -114,27 +113,23 @@ class DeltaMixer(Mixer):
             self._check_state(state, x_BTD, context)
             fused = self._fused_drafts(x_BTD, state, None)
             if fused is not None:
-                return MixerOutput(self._project_out(fused[0], x_BTD, order), fused[1])
+                return MixerOutput(self._project_out(fused[0].flatten(2), x_BTD, order), fused[1])
         elif state is not None:
             self._check_state(state, x_BTD, context)
             decoded = self._decode_token_(x_BTD, None, state, context) if is_step(x_BTD, state) else None
             if decoded is not None:
-                o_BTHV = torch.unflatten(decoded[0], 2, (self.update.shape.value_heads, -1))
-                return MixerOutput(self._project_out(o_BTHV, x_BTD, order), state, decoded[1])
+                y_BTD = self._project_out(decoded.o, x_BTD, order, decoded.direct)
+                return MixerOutput(y_BTD, state, self._side(decoded.intermediates))
             stepped = self._fused_step_(x_BTD, state, context, None)
             if stepped is not None:
                 o, remaining = stepped
                 for output_part in remaining:
                     o = output_part.transform(o, x_BTD)
-                return MixerOutput(self._project_out(o, x_BTD, order), state)
+                return MixerOutput(self._project_out(o.flatten(2), x_BTD, order), state)
         products = self._products(x_BTD, state)
         context = context._replace(product=products.get("project"))
         inputs, new["project"], context = run_part(self.project, x_BTD, old.get("project"), context=context)
         projected = inputs
-        tail = self._decode_rest_(x_BTD, projected, products, state, context)
-        if tail is not None:
-            new_state = _without_none({name: new.get(name, tensor) for name, tensor in old.items()})
-            return MixerOutput(self._project_out(tail, x_BTD, order), new_state)
         for name, part in self.operands.items():
             context = context._replace(product=products.get(name))
             inputs, new[name], context = run_part(part, x_BTD, inputs, old.get(name), context=context)
@@ -152,10 +147,13 @@ class DeltaMixer(Mixer):
                     continue
             context = context._replace(product=products.get(name))
             o, new[name] = call_stateful(part, o, arguments, old.get(name), context=context)
-        y_BTD = self._project_out(o, x_BTD, order)
-        intermediates: Mapping[str, Tensor] = context.intermediates or {}
-        side = side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
-        return MixerOutput(y_BTD, None if state is None else _without_none(new), side)
+        y_BTD = self._project_out(o.flatten(2), x_BTD, order)
+        return MixerOutput(y_BTD, None if state is None else _without_none(new), self._side(context.intermediates))
+
+    def _side(self, intermediates: Mapping[str, Tensor] | None) -> Side | None:
+        """Return the tensors for later layers among the intermediates."""
+        given = intermediates or {}
+        return side_outputs({name: given[name] for name in self.shared if name in given})
 
     def _products(self, x_BTD: Tensor, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Compute linear maps of x together, by the name of their part: narrow ones, in a decode step all."""
@@ -212,7 +210,8 @@ class DeltaMixer(Mixer):
             return MixerOutput(add_product(x_B1D, fused[0].flatten(2), self.out.weight), fused[1])
         decoded = self._decode_token_(x_B1D, norm, state, context)
         if decoded is not None:
-            return MixerOutput(add_product(x_B1D, decoded[0], self.out.weight), state, decoded[1])
+            y_B1D = add_product(x_B1D, decoded.o, self.out.weight)
+            return MixerOutput(y_B1D, state, self._side(decoded.intermediates))
         stepped = self._fused_step_(x_B1D, state, context, norm)
         if stepped is None:
             return None
@@ -227,33 +226,16 @@ class DeltaMixer(Mixer):
 
     def _decode_token_(
         self, x_B1D: Tensor, norm: Norm | None, state: Mapping[str, Tensor], context: Context
-    ) -> tuple[Tensor, Side | None] | None:
-        """Decode by the kernels of a `TokenProjection`. Return o [B, 1, HV V] and the side outputs, or None."""
-        project = self.project
-        if not isinstance(project, TokenProjection) or self.operands or not self._has_decode_kernels(x_B1D):
+    ) -> TokenOutput | None:
+        """Decode by the kernels of a `TokenStep`, if the mixer has one and they compute this call."""
+        parts = self._parts()
+        step = next((part for part in parts.values() if isinstance(part, TokenStep)), None)
+        if step is None or context.mask is not None or context.cu_seqlens is not None:
             return None
-        if context.mask is not None or context.cu_seqlens is not None:
+        if not self._has_decode_kernels(x_B1D):
             return None
-        states = state["project"], state[self.update_key]
-        decoded = project.decode_token_(x_B1D, norm, states, dict(self.outputs.items()), context)
-        if decoded is None:
-            return None
-        o_B1C, intermediates = decoded
-        return o_B1C, side_outputs({name: intermediates[name] for name in self.shared if name in intermediates})
-
-    def _decode_rest_(
-        self, x_BTD: Tensor, projected: UpdateInputs, products: Mapping[str, Tensor],
-        state: Mapping[str, Tensor] | None, context: Context,
-    ) -> Tensor | None:  # fmt: skip
-        """Decode by the kernel of a `StepTail`, which is the only operand part. Return o [B, 1, HV, V], or None."""
-        part = next(iter(self.operands.values()), None)
-        if state is None or not isinstance(part, StepTail) or len(self.operands) > 1 or not is_step(x_BTD, state):
-            return None
-        if context.verify or context.mask is not None or context.cu_seqlens is not None:
-            return None
-        if not self._has_decode_kernels(x_BTD):
-            return None
-        return part.decode_rest_(projected, state[self.update_key], dict(self.outputs.items()), products)
+        states = {"update" if name == self.update_key else name: tensor for name, tensor in state.items()}
+        return step.decode_token_(TokenCall(x_B1D, norm, parts, self.direct, states, context))
 
     def _has_decode_kernels(self, x_BTD: Tensor) -> bool:
         meta = self.update.meta(device_type(x_BTD), x_BTD.dtype)
@@ -324,9 +306,16 @@ class DeltaMixer(Mixer):
         self._mapped_classes = mapped_classes(self._parts())
         self._fusion_plan = plan_fusion(self._unfused_step(), self._parts(), dict(self.outputs.items()))
 
-    def _project_out(self, o: Tensor, x_BTD: Tensor, order: Tensor | None) -> Tensor:
-        """Apply the output map and the skip connection, and restore the token order."""
-        y_BTD = apply_output(rearrange(o, "b t h v -> b t (h v)"), self.out)
+    def _project_out(
+        self, o_BTC: Tensor, x_BTD: Tensor, order: Tensor | None, direct_BTD: Tensor | None = None
+    ) -> Tensor:
+        """Apply the output map and the skip connection, and restore the token order.
+
+        Args: direct_BTD: result of the skip connection; None: not computed.
+        """
+        if direct_BTD is not None and reads_weight(self.out, o_BTC):
+            return add_product(direct_BTD, o_BTC, self.out.weight)
+        y_BTD = apply_output(o_BTC, self.out)
         if self.direct is not None:
             y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
         return undo_left_align(y_BTD, order)

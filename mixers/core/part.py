@@ -200,38 +200,6 @@ class Fusible(nn.Module, ABC):
         return {}
 
 
-class TokenProjection(ABC):
-    """Projection that decodes a token up to the output map by kernels of its own, with the update and other parts."""
-
-    @abstractmethod
-    def decode_token_(
-        self, x_B1D: Tensor, norm: Norm | None, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
-        context: Context,
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
-        """Decode one token per row; the states change in place.
-
-        Args:
-            norm: of x, not yet applied; None: there is none.
-            states: of the projection and of the update, [B, HV, K, V].
-            outputs: the mixer's output parts.
-        Returns: o [B, 1, HV V] and the intermediates; None if the kernels do not compute this call.
-        """
-
-
-class StepTail(ABC):
-    """Operand part that decodes a token from the projected operands up to the output map by a kernel of its own."""
-
-    @abstractmethod
-    def decode_rest_(
-        self, projected: UpdateInputs, states: Tensor, outputs: Mapping[str, nn.Module], products: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        """Decode one token per row, with the update and the output parts; the states change in place.
-
-        Args: states: of the update. outputs: the mixer's output parts. products: of the maps of the input, by part.
-        Returns: o [B, 1, HV, V]; None if the kernel does not compute this call.
-        """
-
-
 class HasBackend(ABC):
     """Module computed by a backend, fully or in part."""
 

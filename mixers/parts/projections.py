@@ -199,10 +199,13 @@ class ChannelProjection(nn.Module, Stateful, MapsInput):
         return self.to_v
 
     def forward(self, x: Tensor, state: Tensor | None, context: Context) -> tuple[UpdateInputs, Tensor | None]:
-        v = context.apply(self.to_v, x)
-        if self.conv is not None:
-            (v,), state = self.conv(v, state, context)
-        else:
-            (v,) = apply_silu_and_norm(v, self.parts)
+        v, state = self.convolve(context.apply(self.to_v, x), state, context)
         one = v.new_ones(*v.shape[:2], self.shape.heads, self.shape.key_width)
         return UpdateInputs(one, one, torch.unflatten(v, -1, (self.shape.value_heads, -1))), state
+
+    def convolve(self, product: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
+        """Return the values [B, T, C] from the product of the map, and the new state."""
+        if self.conv is None:
+            return apply_silu_and_norm(product, self.parts)[0], state
+        (v,), state = self.conv(product, state, context)
+        return v, state

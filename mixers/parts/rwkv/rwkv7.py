@@ -4,7 +4,6 @@ B batch, T time, D width, H heads, K key width, V value width
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
@@ -14,13 +13,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.ops.rwkv7_step import MAX_WIDTH, RWKV7Maps, RWKV7State, RWKV7Weights, rwkv7_token_
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.mixer import Context, Place
-from deltazoo.mixers.core.part import HeadShape, OperandResult, Stateful, TokenProjection
+from deltazoo.mixers.core.part import HeadShape, OperandResult, Stateful
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate
 from deltazoo.mixers.parts.low_rank import LowRank, Ranks
@@ -32,7 +32,7 @@ FIRST_VALUE = "rwkv7 first value"  # key of `context.values`
 RECEPTANCE_BOUND, KEY_BOUND, VALUE_BOUND = 0.5, 0.05, 0.5
 
 
-class RWKV7Projection(nn.Module, Stateful, TokenProjection):
+class RWKV7Projection(nn.Module, Stateful, TokenStep):
     """r, w, k, v, eta and g of x_i = x_t + (x_(t-1) - x_t) mu_i, and the operands of `dplr` from them.
 
     log_decay = -exp(-1/2) sigmoid(lowrank(x_w)), eta = sigmoid(lowrank(x_a)), kappa = unit(k * xi),
@@ -105,23 +105,20 @@ class RWKV7Projection(nn.Module, Stateful, TokenProjection):
         inputs = UpdateInputs(q, k, v.to(r.dtype), log_decay=self._heads(log_decay), a=-kappa.to(r.dtype), b=b)
         return inputs, new_state, intermediates
 
-    def decode_token_(
-        self, x_B1D: Tensor, norm: Norm | None, states: tuple[Tensor, Tensor], outputs: Mapping[str, nn.Module],
-        context: Context,
-    ) -> tuple[Tensor, dict[str, Tensor]] | None:  # fmt: skip
-        parts = tuple(outputs.values())
-        if tuple(map(type, parts)) != (HeadNorm, Bonus, PrecomputedGate) or not all(map(is_plain, parts)):
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        x_B1D, context, previous = call.x, call.context, call.states["project"]
+        if not call.has_parts(RWKV7Projection, Update, HeadNorm, Bonus, PrecomputedGate):
             return None
-        head_norm, bonus, gate = parts
+        _, _, head_norm, bonus, gate = call.parts.values()
         assert isinstance(head_norm, HeadNorm) and isinstance(bonus, Bonus) and isinstance(gate, PrecomputedGate)
         maps = [self.to_r, self.to_k, self.to_v]
         for part in (self.decay, self.rate, self.gate, *([] if self.value is None else [self.value])):
             if type(part) is not LowRank or not is_plain(part) or not is_plain_linear(part.up):
                 return None
             maps.append(part.down)
-        if not is_plain(self) or not all(reads_weight(linear, x_B1D) for linear in maps):
+        if not all(reads_weight(linear, x_B1D) for linear in maps):
             return None
-        if max(self.shape.key_width, self.shape.value_width) > MAX_WIDTH or states[0].dtype != x_B1D.dtype:
+        if max(self.shape.key_width, self.shape.value_width) > MAX_WIDTH or previous.dtype != x_B1D.dtype:
             return None
         if head_norm.kind != "layer" or head_norm.weight is None or head_norm.bias is None or gate.activation != "none":
             return None
@@ -141,8 +138,9 @@ class RWKV7Projection(nn.Module, Stateful, TokenProjection):
             self.to_r.weight, self.to_k.weight, self.to_v.weight, self.decay.down.weight, self.rate.down.weight,
             self.gate.down.weight, None if value is None else value.down.weight,
         )  # fmt: skip
-        o, v = rwkv7_token_(x_B1D, norm, self.mix, weights_of_input, weights, RWKV7State(*states), first)
-        return o, {FIRST_VALUE: v} if context.values is not None and first is None else {}
+        states = RWKV7State(previous, call.states["update"])
+        o, v = rwkv7_token_(x_B1D, call.norm, self.mix, weights_of_input, weights, states, first)
+        return TokenOutput(o, None, {FIRST_VALUE: v} if context.values is not None and first is None else None)
 
     def _interpolate_values(self, v: Tensor, x_v: Tensor, first: Tensor) -> Tensor:
         """Interpolate the values of a later layer towards those of the first one."""

@@ -3,7 +3,6 @@
 B batch, T time, C channels (= HV, each a head with V = 1), N state size (= K), R rank of the step size
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -11,20 +10,22 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.selective_step import MAX_STATES, SelectiveCall, selective_step_
-from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.decode_maps import adds_to_product, reads_weight
+from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, StepTail
+from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.projections import ChannelProjection
 from deltazoo.mixers.parts.skips import Skip
 
 InnerNorm = Literal["plain", "weighted"]
 
 
-class SelectiveOperands(OperandPart, StepTail):
+class SelectiveOperands(OperandPart, TokenStep):
     """q, k and a step size per channel from the projected v: [r, k, q] = W v, step = activation(W_dt r + dt_bias).
 
     kind "mamba": softplus; log_decay = step rate, rate = -exp(A_log) [C, N], not materialised over time; v <- step v.
@@ -90,22 +91,22 @@ class SelectiveOperands(OperandPart, StepTail):
         log_decay = torch.log1p(-d[..., None] * k_square[:, :, None])
         return inputs._replace(v=(inputs.v * d[..., None]).to(q.dtype), log_decay=log_decay), None
 
-    def decode_rest_(
-        self, projected: UpdateInputs, states: Tensor, outputs: Mapping[str, nn.Module], products: Mapping[str, Tensor]
-    ) -> Tensor | None:
-        v, gate = projected.v[:, 0, :, 0], products.get("gate")
-        if self.norms is not None or not is_plain(self) or gate is None or states.shape[2] > MAX_STATES:
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        if not call.has_parts(ChannelProjection, SelectiveOperands, Update, Skip, OutputGate) or self.norms is not None:
             return None
-        if tuple(map(type, outputs.values())) != (Skip, OutputGate) or not all(map(is_plain, outputs.values())):
+        project, _, _, skip, output_gate = call.parts.values()
+        assert isinstance(skip, Skip) and isinstance(output_gate, OutputGate) and isinstance(project, ChannelProjection)
+        states, step, x = call.states["update"][..., 0], self.to_step, call.x
+        if output_gate.activation != "silu" or states.shape[2] > MAX_STATES or self.proj.bias is not None:
             return None
-        skip, output_gate = outputs.values()
-        assert isinstance(skip, Skip) and isinstance(output_gate, OutputGate)
-        step = self.to_step
-        if output_gate.activation != "silu" or not reads_weight(self.proj, v) or not adds_to_product(step, v):
+        if not adds_to_product(self.proj, x) or not adds_to_product(step, x):
             return None
+        products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm)
+        v = project.convolve(products["project"], call.states.get("project"), call.context)[0][:, 0]
+        gate = products["gate"][:, 0]
         streams = products_of_few_rows(v, [self.proj.weight])[0]
-        call = SelectiveCall(v, streams, gate[:, 0], step.weight, step.bias, self.A_log, skip.D, states[..., 0])
-        return selective_step_(call)[:, None, :, None]
+        o = selective_step_(SelectiveCall(v, streams, gate, step.weight, step.bias, self.A_log, skip.D, states))
+        return TokenOutput(o[:, None])
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}"
