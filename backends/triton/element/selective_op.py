@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.custom_op import mark_written, operator
-from deltazoo.backends.triton.operands import ready, schema
+from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
@@ -45,21 +46,18 @@ def _step(*arguments: Any) -> Tensor:
     call, o = SelectiveCall(*arguments), _fake(*arguments)
     (B, C), R = call.v.shape, call.to_step.shape[1]
     N = (call.streams.shape[1] - R) // 2
-    streams, gate = (x if x.stride(1) == 1 else x.contiguous() for x in (call.streams, call.gate))
-    pool = call.states.contiguous()
-    weights = {name: getattr(call, name) for name in ("v", "to_step", "bias", "A_log", "skip")}
-    tensors = {name: None if x is None else ready(x) for name, x in weights.items()}
-    tensors |= {"streams": streams, "gate": gate, "states": pool, "o": o}
+    tensors = step_tensors(call, ("streams", "gate"), ("states",)) | {"o": o}
     overlap = architecture(device_spec(device_of(call.v).index)) == "sm90"
     channels = max(16, _STATES // (_ROWS * power_of_two(N)))
     traits = SelectiveTraits(
         C=C, N=N, R=R, BN=power_of_two(N), BR=max(16, min(_RANKS, power_of_two(R))), ROWS=_ROWS, CHANNELS=channels,
-        STREAMS=streams.stride(0), GATE=gate.stride(0), LONGHORN=call.A_log is None, OVERLAP=overlap,
+        STREAMS=tensors["streams"].stride(0), GATE=tensors["gate"].stride(0), LONGHORN=call.A_log is None,
+        OVERLAP=overlap,
     )  # fmt: skip
     with torch.cuda.device_of(call.v):
         run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(_WARPS, overlap=overlap))
         run(cdiv(B, _ROWS) * cdiv(C, channels), {"B": B})
-    mark_written(call.states, pool)
+    finish(call, tensors, ("states",))
     return o
 
 

@@ -9,15 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.gemv import Shift, shifted_products
+from deltazoo.backends.triton.element.wkv_op import WKVCall, wkv_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.decode_maps import apply_to_each
+from deltazoo.mixers.core.decode_maps import apply_to_each, reads_weight
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.gates.exponential_gating import initial_max, running_max, stabilised
+from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate
+from deltazoo.mixers.parts.normaliser import Normalise, NormaliserColumn
 
 
-class RWKV4Projection(nn.Module, Stateful):
+class RWKV4Projection(nn.Module, Stateful, TokenStep):
     """k, v, r = W (mu x_t + (1 - mu) x_(t-1)), with one mu [D] each; q = 1.
 
     Returns the intermediates "key" and "gate" (r).
@@ -58,6 +64,24 @@ class RWKV4Projection(nn.Module, Stateful):
         v = v[..., None]
         one = torch.ones_like(v)
         return UpdateInputs(one, one, v), new_state, {"key": k, "gate": r}
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        before = (RWKV4Projection, NormaliserColumn, WKVGate)
+        if not call.has_parts(*before, Update, WKVBonus, Normalise, PrecomputedGate) or call.norm is not None:
+            return None
+        _, _, gate, _, bonus, divide, output_gate = call.parts.values()
+        assert isinstance(gate, WKVGate) and isinstance(bonus, WKVBonus)
+        assert isinstance(divide, Normalise) and isinstance(output_gate, PrecomputedGate)
+        if divide.eps != 0 or divide.floor is not None or output_gate.activation != "sigmoid":
+            return None
+        maps, previous, x = (self.to_k, self.to_v, self.to_r), call.state_of(self), call.x
+        if previous.dtype != x.dtype or not all(reads_weight(linear, x) for linear in maps):
+            return None
+        # the share of the present token, where that of `Shift` is of the previous one: so the two are exchanged
+        shift = Shift(previous=x, mix=self.mix, rows=(0, 1, 2))
+        k, v, r = (y[:, 0] for y in shifted_products(previous, [linear.weight for linear in maps], None, shift))
+        largest, states = call.state_of(gate), call.states["update"]
+        return TokenOutput(wkv_step_(WKVCall(k, v, r, gate.w, bonus.u, x[:, 0], largest, previous, states))[:, None])
 
 
 class WKVGate(OperandPart, Stateful):

@@ -1,7 +1,7 @@
 """Decays of complex diagonal recurrences: the LRU's exponential parametrisation, and S5's discretised state space.
 
 Each part sets the magnitude of the decay as `log_decay`, and returns its angle as the intermediate "frequency", which
-`ToRotatingFrame` reads.
+`ToRotatingFrame` reads, in float64: an error of float32 would grow with the position.
 
 HV value heads (one per complex state)
 """
@@ -18,6 +18,7 @@ from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult
 from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
+from deltazoo.mixers.parts.rotary import angle_dtype
 from deltazoo.mixers.parts.ssm.discretisation import Discretisation, discretise
 
 
@@ -48,9 +49,13 @@ class LRUDecay(OperandPart):
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         dtype = state_dtype(inputs.v.dtype)
-        frequency = self.theta.to(dtype).exp()
+        frequency = self.theta.to(angle_dtype(self.theta.device)).exp()
         v = (inputs.v * self.gamma.to(dtype).exp()[:, None]).to(inputs.v.dtype)
         return inputs._replace(v=v, log_decay=-self.nu.to(dtype).exp()), None, {"frequency": frequency}
+
+    def step_parameters(self) -> tuple[str, Tensor, Tensor, Tensor]:
+        """Return the kind, magnitude, angle and scale of a `RotatingCall`."""
+        return "lru", self.nu, self.theta, self.gamma
 
 
 class S5Decay(OperandPart):
@@ -82,13 +87,17 @@ class S5Decay(OperandPart):
         self.log_dt.uniform_(math.log(DT_MIN), math.log(DT_MAX))
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
-        dtype = state_dtype(inputs.v.dtype)
-        real, imaginary = -self.log_real.to(dtype).exp(), self.imaginary.to(dtype)
-        dt = self.log_dt.to(dtype).exp()
-        log_decay, frequency, b_re, b_im = discretise(self.discretisation, real, imaginary, dt)
+        dtype, wide = state_dtype(inputs.v.dtype), angle_dtype(self.log_dt.device)
+        real, imaginary = -self.log_real.to(wide).exp(), self.imaginary.to(wide)
+        discrete = discretise(self.discretisation, real, imaginary, self.log_dt.to(wide).exp())
+        frequency, (log_decay, _, b_re, b_im) = discrete[1], (y.to(dtype) for y in discrete)
         re, im = inputs.v.to(dtype).unbind(-1)
         v = torch.stack([re * b_re - im * b_im, re * b_im + im * b_re], -1)
         return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None, {"frequency": frequency}
+
+    def step_parameters(self) -> tuple[str, Tensor, Tensor, Tensor] | None:
+        """Return the kind, magnitude, angle and scale of a `RotatingCall`; None: no kernel discretises so."""
+        return ("s5", self.log_real, self.imaginary, self.log_dt) if self.discretisation == "zoh" else None
 
     def extra_repr(self) -> str:
         return repr(self.discretisation)

@@ -7,20 +7,44 @@ it. The two columns of the value (V = 2) hold the real and the imaginary part.
 B batch, T time, D width, HV value heads (one per complex state)
 """
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.backends.triton.element.rotating_op import MAX_CHANNELS, RotatingCall, rotating_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
+from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.projections import ChannelProjection
 from deltazoo.mixers.parts.rotary import rotation_angle
+from deltazoo.mixers.parts.skips import Feedthrough
+from deltazoo.mixers.parts.ssm.complex_decays import LRUDecay, S5Decay
 
 
-class ToRotatingFrame(OperandPart, Stateful):
+class _Step(NamedTuple):
+    """What a decode step reads, by the names of `RotatingCall`. maps: of the input, to decays and gates."""
+
+    kind: str
+    magnitude: Tensor | None
+    angle: Tensor
+    scale: Tensor | None
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
+    maps: Mapping[str, nn.Module] = {}
+
+
+class ToRotatingFrame(OperandPart, Stateful, TokenStep):
     """v_t <- exp(-i w t) v_t, with the angular frequencies w [HV] in radians per token.
 
     w is learned if `theta` is given; otherwise it is the intermediate "frequency". Returns w t as "angle".
@@ -53,6 +77,54 @@ class ToRotatingFrame(OperandPart, Stateful):
         angle = rotation_angle(positions(x, state, context), frequency, state_dtype(inputs.v.dtype))
         new_state = None if state is None else write_back(state, state + token_counts(x, context))
         return inputs._replace(v=_rotate(inputs.v, -angle)), new_state, {"angle": angle}
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        project, position, states = call.parts["project"], call.context.positions, call.states["update"]
+        if not isinstance(project, ChannelProjection) or project.conv is not None or states.shape[1] > MAX_CHANNELS:
+            return None
+        step = self._fixed_step(call) or self._gated_step(call)
+        if step is None or project.parts[0].silu != (step.kind == "hgrn"):
+            return None
+        maps = {"values": project.to_v, **step.maps}
+        if not all(is_plain_linear(linear) and adds_to_product(linear, call.x) for linear in maps.values()):
+            return None
+        products = {name: y[:, 0] for name, y in apply_maps(call.x, maps, call.norm).items()}
+        direct = call.direct if type(call.direct) is Feedthrough and is_plain(call.direct) else None
+        o, bypass = rotating_step_(
+            RotatingCall(
+                step.kind, products["values"], products.get("decays"), products.get("gates"), step.magnitude,
+                step.angle, step.scale, step.norm_weight, x=None if direct is None else call.x[:, 0],
+                feedthrough=None if direct is None else direct.D,
+                position=None if position is None else position[:, 0], seen=call.state_of(self), states=states,
+                eps=step.eps,
+            )
+        )  # fmt: skip
+        return TokenOutput(o[:, None], None if direct is None else bypass[:, None])
+
+    def _fixed_step(self, call: TokenCall) -> "_Step | None":
+        """Return what a step of fixed decays reads; None: the parts are others."""
+        after = (ToRotatingFrame, Update, FromRotatingFrame, ComplexConjugate)
+        if not any(call.has_parts(ChannelProjection, decay, *after) for decay in (LRUDecay, S5Decay)):
+            return None
+        decay = (*call.parts.values(),)[1]
+        assert isinstance(decay, LRUDecay | S5Decay)
+        parameters = decay.step_parameters()
+        return None if parameters is None or self.turn is not None else _Step(*parameters)
+
+    def _gated_step(self, call: TokenCall) -> "_Step | None":
+        """Return what a step of HGRN reads; None: the parts are others."""
+        before = (ChannelProjection, SigmoidDecay, TiedInputGate, ToRotatingFrame)
+        if not call.has_parts(*before, Update, FromRotatingFrame, OutputGate, HeadNorm) or self.turn is None:
+            return None
+        _, decay, tied, _, _, _, gate, norm = call.parts.values()
+        assert isinstance(decay, SigmoidDecay) and isinstance(tied, TiedInputGate)
+        assert isinstance(gate, OutputGate) and isinstance(norm, HeadNorm)
+        if decay.per != "head" or decay.temperature != 1 or decay.conv is not None or tied.into != "value":
+            return None
+        if gate.activation != "sigmoid" or norm.kind != "layer" or norm.groups > 1 or norm.bias is not None:
+            return None
+        maps = {"decays": decay.proj, "gates": gate.proj}
+        return None if norm.weight is None else _Step("hgrn", decay.floor, self.turn, None, norm.weight, norm.eps, maps)
 
 
 class FromRotatingFrame(OutputPart):

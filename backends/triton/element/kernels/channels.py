@@ -1,0 +1,24 @@
+"""Loads and stores of numbers, and of pairs of numbers, of consecutive channels."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_channels(x, c, mask):
+    """Load a number of each channel in float32."""
+    return tl.load(x + c, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_pairs(x, c, mask):
+    """Load the real and the imaginary part of each channel in float32."""
+    pairs = tl.load(x + 2 * c[:, None] + tl.arange(0, 2)[None, :], mask=mask[:, None], other=0.0)
+    return tl.split(pairs.to(tl.float32))
+
+
+@triton.jit
+def store_pairs(x, c, mask, re, im):
+    """Store the real and the imaginary part of each channel."""
+    pairs = tl.join(re, im).to(x.dtype.element_ty)
+    tl.store(x + 2 * c[:, None] + tl.arange(0, 2)[None, :], pairs, mask=mask[:, None])

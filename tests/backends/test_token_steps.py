@@ -1,0 +1,151 @@
+"""Mixers that decode a token up to the output map by kernels of their own: in Triton's interpreter, or on a GPU."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from triton_cases import DEVICE, needs_triton
+
+from deltazoo import watch
+from deltazoo.backends.ops import gemv
+from deltazoo.mixers import HGRN, LRU, RWKV4, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers.core.delta_mixer import DeltaMixer
+from deltazoo.mixers.core.mixer import Context, Place
+
+B, T, D = 2, 3, 16
+MIXERS: dict[str, tuple[MixerConfig, str]] = {
+    "mamba": (Mamba(), "selective_step_kernel"),
+    "longhorn_diagonal": (LonghornDiagonal(conv_width=0), "selective_step_kernel"),
+    "lru": (LRU(channels=20), "rotating_step_kernel"),
+    "s5": (S5(), "rotating_step_kernel"),
+    "hgrn": (HGRN(channels=12), "rotating_step_kernel"),
+    "rwkv4": (RWKV4(channels=24), "wkv_step_kernel"),
+}
+OTHERS: dict[str, MixerConfig] = {"s5": S5(discretisation="bilinear"), "hgrn": HGRN(turning=False)}
+
+
+def build(config: MixerConfig) -> DeltaMixer:
+    torch.manual_seed(0)
+    mixer = config.build(D, Place(1, 2), "triton").to(DEVICE)
+    assert isinstance(mixer, DeltaMixer)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape).to(DEVICE))
+    return mixer
+
+
+@torch.no_grad()
+def decode(mixer: DeltaMixer, monkeypatch: pytest.MonkeyPatch, packed: bool = True) -> tuple[list[Tensor], list[str]]:
+    """Return the outputs of T tokens after two, and the new state; and the kernels. packed: by products of few rows."""
+    x = torch.randn(T, B, 1, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    positions = torch.tensor([[100_000], [3]], device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(gemv, "kernel_refusals", lambda *_: [] if packed else ["it is off."])
+        state = mixer.init_state(B)
+        mixer(x[:2, :, 0].transpose(0, 1), state)
+        with watch() as record:
+            outputs = [mixer(x_t, state).y for x_t in x] + [mixer(x[0], state, Context(positions=positions)).y]
+    return [*outputs, *state.values()], [run.name for run in record.runs]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [pytest.param("lru", marks=pytest.mark.kernel_smoke), *sorted({*MIXERS} - {"lru"})])
+def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
+    config, kernel = MIXERS[name]
+    mixer = build(config)
+    separate, others = decode(mixer, monkeypatch, packed=False)
+    packed, kernels = decode(mixer, monkeypatch)
+    assert kernels.count(kernel) == T + 1 and kernel not in others
+    for ours, reference in zip(packed, separate, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", OTHERS)
+def test_options_without_a_kernel_decode_by_parts(name, monkeypatch):
+    mixer = build(OTHERS[name])
+    separate, _ = decode(mixer, monkeypatch, packed=False)
+    packed, kernels = decode(mixer, monkeypatch)
+    assert MIXERS[name][1] not in kernels
+    for ours, reference in zip(packed, separate, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def step(mixer: DeltaMixer, context: Context | None = None, rows: int = 1) -> tuple[Tensor, list[str]]:
+    """Return the output of one token, and the kernels."""
+    x = torch.randn(rows, 1, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with watch() as record:
+        y = mixer(x, mixer.init_state(rows), context).y
+    return y, [run.name for run in record.runs]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_part_with_a_hook_is_called(name, monkeypatch):
+    config, kernel = MIXERS[name]
+    mixer = build(config)
+    monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
+    for part in mixer._parts().values():
+        hook = part.register_forward_hook(lambda module, arguments, output: output)
+        assert kernel not in step(mixer)[1]
+        hook.remove()
+    assert kernel in step(mixer)[1]
+
+
+class Doubled(nn.Linear):
+    """A linear map that is not plain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MIXERS)
+def test_maps_that_are_not_plain_are_called(name, monkeypatch):
+    mixer = build(MIXERS[name][0])
+    for path, linear in [*mixer.named_modules()]:
+        if isinstance(linear, nn.Linear):
+            parent, _, child = path.rpartition(".")
+            doubled = Doubled(linear.in_features, linear.out_features, linear.bias is not None, device=DEVICE)
+            doubled.load_state_dict(linear.state_dict())
+            setattr(mixer.get_submodule(parent), child, doubled)
+            separate = step(mixer)[0]
+            with monkeypatch.context() as patch:
+                patch.setattr(gemv, "kernel_refusals", lambda *_: [])
+                torch.testing.assert_close(step(mixer)[0], separate, rtol=1e-4, atol=1e-5)
+            setattr(mixer.get_submodule(parent), child, linear)
+
+
+class Mode(TorchFunctionMode):
+    """Calls every function as without the mode."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@needs_triton
+def test_modes_autocast_padding_and_packs_decode_by_parts(monkeypatch):
+    config, kernel = MIXERS["lru"]
+    mixer = build(config)
+    monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
+    mask = Context(mask=torch.ones(1, 1, dtype=torch.bool, device=DEVICE))
+    pack = Context(cu_seqlens=torch.tensor([0, 1], dtype=torch.int32, device=DEVICE))
+    for context in (mask, pack):
+        assert kernel not in step(mixer, context)[1]
+    for manager in (Mode(), torch.autocast(DEVICE, torch.float16)):
+        with manager:
+            assert kernel not in step(mixer)[1]
+    assert kernel in step(mixer)[1]
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MIXERS)
+@torch.no_grad()
+def test_a_step_is_one_graph(name, monkeypatch):
+    monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
+    mixer, x = build(MIXERS[name][0]), torch.randn(B, 1, D, device=DEVICE)
+    states = [mixer.init_state(B) for _ in range(2)]
+    compiled = torch.compile(mixer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, states[0]).y, mixer(x, states[1]).y)
+    torch.testing.assert_close(dict(states[0]), dict(states[1]))
