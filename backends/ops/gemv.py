@@ -1,6 +1,6 @@
 """Products of the few rows of a decode step, on a GPU: weights are read once, with the operations around the product.
 
-    products        y_i = W_i x, or W_i x_i     or W_i norm(x), of several maps by one kernel
+    products        y_i = W_i x + b_i, or W_i x_i     or W_i norm(x) + b_i, of several maps by one kernel
     add_product     y = residual + W x          or residual + W norm(x)
     hidden          y = phi(W x)                or phi(W_gate x) * (W_up x), or of norm(x)
 
@@ -50,27 +50,35 @@ def refusals(x: Tensor) -> list[str]:
 
 def products(
     x: Tensor, weights: Sequence[Tensor], norm: Norm | None = None, second: Sequence[Tensor | None] = (),
-    convolution: Convolution | None = None,
+    convolution: Convolution | None = None, biases: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:  # fmt: skip
-    """Compute W x, or W norm(x), for each weight [N, D].
+    """Compute W x + b, or W norm(x) + b, for each weight [N, D].
 
     Args:
-        x: [..., D], without `refusals`. second: for each map a second weight U [.., N], for U W x instead, or None.
+        x: [..., D], without `refusals`. second: for each map a second weight U [.., N], for U W x + b instead, or None.
         convolution: of the first map, whose history [.., W - 1, N] changes in place; None: none.
+        biases: for each map b, or None; empty: none.
     """
     results: list[Tensor] = []
+    second, biases = (given or [None] * len(weights) for given in (second, biases))
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])
-        y = _call(x, group, norm) if first or convolution is None else _convolve(x, group, norm, convolution)
+        ups, added = second[first : first + MAX_MAPS], biases[first : first + MAX_MAPS]
+        of_first = [None if up is not None else bias for up, bias in zip(ups, added, strict=True)]
+        if first or convolution is None:
+            y = _call(x, group, norm, biases=of_first)
+        else:
+            y = _convolve(x, group, norm, convolution, of_first)
         ends = [*itertools.accumulate(weight.shape[0] for weight in group)]
         parts = [y[..., end - weight.shape[0] : end] for end, weight in zip(ends, group, strict=True)]
         of_rank: dict[int, dict[int, Tensor]] = {}
-        for i, weight in enumerate(second[first : first + MAX_MAPS]):
+        for i, weight in enumerate(ups):
             if weight is not None:
                 of_rank.setdefault(weight.shape[1], {})[i] = weight
-        for rank, ups in of_rank.items():
-            z = _call(y, list(ups.values()), None, places=[ends[i] - rank for i in ups])
-            for i, part in zip(ups, z.split([up.shape[0] for up in ups.values()], -1), strict=True):
+        for rank, up in of_rank.items():
+            places = [ends[i] - rank for i in up]
+            z = _call(y, list(up.values()), None, reads=places, biases=[added[i] for i in up])
+            for i, part in zip(up, z.split([weight.shape[0] for weight in up.values()], -1), strict=True):
                 parts[i] = part
         results += parts
     return results
@@ -82,7 +90,7 @@ def products_of_each(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])
-        y = _call(x.flatten(-2), group, None, places=[D * (first + i) for i in range(len(group))])
+        y = _call(x.flatten(-2), group, None, reads=[D * (first + i) for i in range(len(group))])
         results += y.split([weight.shape[0] for weight in group], -1)
     return results
 
@@ -103,7 +111,7 @@ def shifted_products(x: Tensor, weights: Sequence[Tensor], norm: Norm | None, sh
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])
-        y = _call(x, group, norm, shift=shift._replace(rows=shift.rows[first : first + MAX_MAPS]))
+        y = _call(x, group, norm, reads=shift._replace(rows=shift.rows[first : first + MAX_MAPS]))
         results += y.split([weight.shape[0] for weight in group], -1)
     return results
 
@@ -118,21 +126,31 @@ def hidden(x: Tensor, weight: Tensor, norm: Norm | None, activation: Activation,
     return _call(x, [weight], norm, activation=activation, gated=gated)
 
 
-def _convolve(x: Tensor, weights: list[Tensor], norm: Norm | None, convolution: Convolution) -> Tensor:
+def _convolve(
+    x: Tensor, weights: list[Tensor], norm: Norm | None, convolution: Convolution, biases: Sequence[Tensor | None]
+) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else norm
-    y: Tensor = gemv_convolved_(x.flatten(0, -2), weight, eps, weights, *convolution)
+    y: Tensor = gemv_convolved_(x.flatten(0, -2), weight, eps, weights, *_given(biases), *convolution)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 
 def _call(
     x: Tensor, weights: list[Tensor], norm: Norm | None, *, residual: Tensor | None = None, activation: str = "",
-    gated: bool = False, shift: Shift | None = None, places: Sequence[int] = (),
+    gated: bool = False, reads: Shift | Sequence[int] = (), biases: Sequence[Tensor | None] = (),
 ) -> Tensor:  # fmt: skip
+    """Compute products. Args: reads: a token shift of x, or the first column of x that each map reads; (): 0."""
     weight, eps = (None, 0.0) if norm is None else norm
     flat_residual = None if residual is None else residual.flatten(0, -2)
-    previous, mix, places = (None, None, places) if shift is None else shift
+    previous, mix, places = reads if isinstance(reads, Shift) else (None, None, reads)
     flat_previous = None if previous is None else previous.flatten(0, -2)
     y: Tensor = gemv(
-        x.flatten(0, -2), weight, eps, weights, flat_residual, activation, gated, flat_previous, mix, [*places]
-    )
+        x.flatten(0, -2), weight, eps, weights, flat_residual, activation, gated, flat_previous, mix, [*places],
+        *_given(biases),
+    )  # fmt: skip
     return torch.unflatten(y, 0, x.shape[:-1])
+
+
+def _given(biases: Sequence[Tensor | None]) -> tuple[list[Tensor], list[int]]:
+    """Return the biases that are given, and the numbers of their maps."""
+    given = {i: bias for i, bias in enumerate(biases) if bias is not None}
+    return list(given.values()), list(given)

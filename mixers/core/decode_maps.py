@@ -22,8 +22,8 @@ def apply_maps(
 ) -> dict[str, Tensor]:
     """Apply each map to x, or to its norm.
 
-    Plain linear maps, and the first ones of maps of low rank, are one product on a GPU. A bias is added to the rounded
-    product. Other modules are called.
+    Plain linear maps, and the first ones of maps of low rank, are one product with their biases on a GPU. Other
+    modules are called.
 
     Args: convolution: of the output of the first map, for which `convolves` holds; None: none.
     """
@@ -41,13 +41,13 @@ def apply_maps(
             if adds_to_product(linear, x_B1D) and reads_weight(first[name], x_B1D)
         }
         weights = [linear.weight for linear in first.values()]
-        products = gemv.products(x_B1D, weights, norm, [joint.get(name) for name in first], convolution)
-        for (name, linear), product in zip(first.items(), products, strict=True):
-            if name in joint:
-                results[name] = _with_bias(product, second[name])
-            else:
-                y = _with_bias(product, linear)
-                results[name] = apply_map(y, second[name]) if name in second else y
+        last = {name: second[name] if name in joint else linear for name, linear in first.items()}
+        biases = [None if isinstance(linear, GateLinear) else linear.bias for linear in last.values()]
+        ups = [joint.get(name) for name in first]
+        for name, y in zip(first, gemv.products(x_B1D, weights, norm, ups, convolution, biases), strict=True):
+            if isinstance(last[name], GateLinear):
+                y = _with_bias(y, last[name])
+            results[name] = apply_map(y, second[name]) if name in second and name not in joint else y
     if len(results) < len(maps):
         normed_B1D = x_B1D if norm is None else rms_norm(x_B1D, norm.weight, norm.eps)
         for name, module in maps.items():
@@ -58,7 +58,7 @@ def apply_maps(
 
 def convolves(x_B1D: Tensor, module: nn.Module, convolution: Convolution) -> bool:
     """Whether `apply_maps` convolves the output of a map together with its product."""
-    if not reads_weight(module, x_B1D) or gemv.refusals(x_B1D):
+    if not is_plain_linear(module) or not adds_to_product(module, x_B1D) or gemv.refusals(x_B1D):
         return False
     return convolution.history.dtype == x_B1D.dtype and convolution.history.shape[1] > 0
 
@@ -116,8 +116,8 @@ def adds_to_product(module: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
 
 
 def _with_bias(product: Tensor, linear: nn.Linear) -> Tensor:
-    """Return what a call of the map returns, from the product rounded to its dtype."""
-    y = product.to(state_dtype(product.dtype)) if isinstance(linear, GateLinear) else product
+    """Return what a call of a `GateLinear` returns, from the product rounded to its dtype."""
+    y = product.to(state_dtype(product.dtype))
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 

@@ -63,9 +63,12 @@ def normed(x: Tensor, norm: Norm | None) -> Tensor:
 )
 def test_the_products_of_several_maps_and_of_a_norm(M, D, outputs, dtype):
     x, weights = draw(M, 1, D, dtype=dtype), [draw(n, D, dtype=dtype, seed=n) for n in outputs]
+    biases = [None if i == 1 else draw(n, dtype=dtype, seed=n) for i, n in enumerate(outputs)]
     for norm in (None, Norm(draw(D, dtype=torch.float32, seed=1), 0.1)):
-        for y, weight in zip(products(x, weights, norm), weights, strict=True):
-            assert_near(y, normed(x, norm) @ weight.double().T)
+        for added in ([None] * len(outputs), biases):
+            results = products(x, weights, norm, biases=added)
+            for y, weight, bias in zip(results, weights, added, strict=True):
+                assert_near(y, normed(x, norm) @ weight.double().T + (0.0 if bias is None else bias.double()))
 
 
 @needs_triton
@@ -117,13 +120,16 @@ def test_second_maps_read_the_products_of_the_first(M, dtype):
     x = draw(M, 1, 40, dtype=dtype)
     first = [draw(n, 40, dtype=dtype, seed=n) * 0.2 for n in (7, 24, 16, 24, 3, 5, 16, 24, 16)]
     second = [None if i in (0, 4, 5) else draw(30 + i, len(w), dtype=dtype, seed=i) for i, w in enumerate(first)]
+    sizes = [len(w if up is None else up) for w, up in zip(first, second, strict=True)]
+    biases = [None if i in (0, 1) else draw(n, dtype=dtype, seed=i) for i, n in enumerate(sizes)]
     with watch() as record:
-        results = products(x, first, None, second)
+        results = products(x, first, None, second, biases=biases)
     # two launches of first maps; in the first ranks 24 and 16, in the second 16
     assert len([run for run in record.runs if run.name.startswith(("gemv", "few_rows"))]) == 5
-    for y, w, up in zip(results, first, second, strict=True):
+    for y, w, up, bias in zip(results, first, second, biases, strict=True):
         low = x.double() @ w.double().T
-        assert_near(y, low if up is None else low.to(dtype).double() @ up.double().T)
+        exact = low if up is None else low.to(dtype).double() @ up.double().T
+        assert_near(y, exact if bias is None else exact + bias.double())
 
 
 @needs_triton
@@ -140,12 +146,14 @@ def test_the_first_map_is_convolved_and_its_product_appended(M, dtype, span, bia
     history, taps = draw(M, W - 1, C, dtype=dtype, seed=1), draw(C, W, dtype=dtype, seed=2)
     added, norm = draw(C, dtype=dtype, seed=3) if bias else None, Norm(draw(D, seed=4), 0.1)
     before = history.clone()
-    results = products(x, weights, norm, (), Convolution(history, taps, added, silu))
-    exact = normed(x, norm)
-    for y, weight in zip(results[1:], weights[1:], strict=True):
-        assert_near(y, exact @ weight.double().T)
+    biases = [draw(C, dtype=dtype, seed=5), None, draw(20, dtype=dtype, seed=6)] if bias else [None] * 3
+    results = products(x, weights, norm, (), Convolution(history, taps, added, silu), biases)
+    exact = [normed(x, norm) @ weight.double().T for weight in weights]
+    exact = [y if b is None else y + b.double() for y, b in zip(exact, biases, strict=True)]
+    for y, wide in zip(results[1:], exact[1:], strict=True):
+        assert_near(y, wide)
     assert torch.equal(history[:, :-1], before[:, 1:])
-    assert_near(history[:, -1:], exact @ weights[0].double().T)
+    assert_near(history[:, -1:], exact[0])
     inputs = torch.cat([before, history[:, -1:]], 1).double()
     y = (inputs * taps.T.double()).sum(1, keepdim=True) + (0.0 if added is None else added.double())
     assert_near(results[0], F.silu(y) if silu else y)
@@ -178,7 +186,7 @@ def test_a_row_does_not_depend_on_the_others_and_keeps_its_nan(dtype):
 @needs_triton
 def test_columns_of_a_wider_tensor_are_read_in_place():
     wide, weight = draw(4, 96), draw(6, 32)
-    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False, None, None, [])
+    y = op.gemv(wide[:, 32:64], None, 0.0, [weight], None, "", False, None, None, [], [], [])
     assert_near(y, wide[:, 32:64].double() @ weight.double().T)
 
 
@@ -186,7 +194,9 @@ def test_columns_of_a_wider_tensor_are_read_in_place():
 def test_wide_inputs_are_split_into_few_blocks(monkeypatch):
     monkeypatch.setattr(op, "launch_of", lambda *_: op.GemvLaunch(rows=2, block=16, warps=1))
     x, weight = draw(1, 4000), draw(3, 4000)
-    assert_near(op.gemv(x, None, 0.0, [weight], None, "", False, None, None, []), x.double() @ weight.double().T)
+    assert_near(
+        op.gemv(x, None, 0.0, [weight], None, "", False, None, None, [], [], []), x.double() @ weight.double().T
+    )
 
 
 @pytest.mark.kernels
@@ -201,7 +211,8 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
     monkeypatch.setattr(op, "device_spec", lambda _: DeviceSpec("NVIDIA H100", "cuda", (9, 0), 132, 232448))
     x, norm = torch.empty(M, 1, 2400, dtype=dtype), Norm(torch.empty(2400, dtype=dtype), 1e-5)
     convolution = Convolution(*(torch.empty(*n, dtype=dtype) for n in ((M, 3, 7200), (7200, 4))), None, True)
-    products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm, (), convolution)
+    biases = [torch.empty(7200, dtype=dtype), None, None, torch.empty(3600, dtype=dtype)]
+    products(x, [torch.empty(n, 2400, dtype=dtype) for n in (7200, 9, 9, 3600)], norm, (), convolution, biases)
     hidden(x, torch.empty(11776, 2400, dtype=dtype), norm, "silu", gated=True)
     add_product(x, torch.empty(M, 1, 5888, dtype=dtype), torch.empty(2400, 5888, dtype=dtype))
     uses_dots = M >= op.MIN_DOT_ROWS and dtype != torch.float32
@@ -228,7 +239,7 @@ def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills(M, dt
 @needs_triton
 def test_the_operator_passes_opcheck():
     x, weight = draw(2, 24), draw(6, 24, seed=1)
-    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False, None, None, [])
+    arguments = (x, draw(24, seed=2), 1e-5, [weight, weight], None, "", False, None, None, [], [weight[:, 0]], [1])
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.deltazoo.triton_gemv.default, arguments, test_utils=tests)
 
@@ -258,7 +269,7 @@ def test_sums_over_splits_of_the_inputs_are_added(gated, splits, monkeypatch):
     x, weight = draw(5, 300, dtype=torch.float16), draw(70, 300, dtype=torch.float16, seed=1)
     residual = draw(5, 35 if gated else 70, dtype=torch.float16, seed=2)
     with watch() as record:
-        y = op.gemv(x, None, 0.0, [weight], residual, "silu", gated, None, None, [])
+        y = op.gemv(x, None, 0.0, [weight], residual, "silu", gated, None, None, [], [], [])
     assert [run.name for run in record.runs][-2:] == ["few_rows_kernel", "finish_rows_kernel"]
     assert record.runs[-2].programs == 2 * splits
     exact = x.double() @ weight.double().T

@@ -24,12 +24,13 @@ def products(monkeypatch) -> list[int]:
     """Let rows on a CPU be computed together. Return the number of maps of each product."""
     counts: list[int] = []
 
-    def joined(x, weights, norm=None, second=(), convolution=None) -> list[Tensor]:
+    def joined(x, weights, norm=None, second=(), convolution=None, biases=()) -> list[Tensor]:
         assert norm is None and convolution is None
         counts.append(len(weights))
         results = F.linear(x, torch.cat(list(weights))).split([len(weight) for weight in weights], -1)
-        pairs = itertools.zip_longest(results, second)
-        return [y if weight is None else F.linear(y, weight) for y, weight in pairs]
+        maps = itertools.zip_longest(results, second, biases)
+        results = [(y if weight is None else F.linear(y, weight), bias) for y, weight, bias in maps]
+        return [y if bias is None else y + bias for y, bias in results]
 
     def each(x, weights) -> list[Tensor]:
         counts.append(len(weights))
@@ -116,7 +117,7 @@ def test_a_function_mode_changes_the_maps_of_a_decode_step(mode, monkeypatch):
     torch.manual_seed(0)
     mixer, calls = RetNet(heads=2).build(16, backend="reference"), []
 
-    def counted(x, weights, norm=None, second=(), convolution=None):
+    def counted(x, weights, norm=None, second=(), convolution=None, biases=()):
         calls.append(len(weights))
         return [F.linear(x, weight) for weight in weights]
 

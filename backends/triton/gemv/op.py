@@ -93,6 +93,7 @@ class Around(NamedTuple):
         previous, mix: of a token shift: the inputs before [M, D], normed if x is, and shares [.., D].
         places: for each map the row of its shares, or without a token shift the first of the columns of x that it
             reads; empty: 0.
+        biases, biased: the biases [N] of some maps, and the numbers of these maps; without a gate.
         convolution: of the first map; None: none. Without activation, gate and residual.
     """
 
@@ -104,6 +105,8 @@ class Around(NamedTuple):
     previous: Tensor | None = None
     mix: Tensor | None = None
     places: Sequence[int] = ()
+    biases: Sequence[Tensor] = ()
+    biased: Sequence[int] = ()
     convolution: Convolution | None = None
 
 
@@ -132,11 +135,14 @@ def _gemv(x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[T
 
 
 def _convolved(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], history: Tensor, *convolution: Any
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor | None, eps: float, weights: Sequence[Tensor], biases: Sequence[Tensor],
+    biased: Sequence[int], history: Tensor, *convolution: Any,
+) -> Tensor:  # fmt: skip
     y, pool = _fake(x, norm_weight, eps, weights), history.contiguous()
     with torch.cuda.device_of(x):
-        around = Around(norm_weight, eps, convolution=Convolution(pool, *convolution))
+        around = Around(
+            norm_weight, eps, biases=biases, biased=biased, convolution=Convolution(pool, *convolution)
+        )  # fmt: skip
         launch_gemv(x, weights, around, y, launch_of(x.shape[0], weights[0], gated=False))
     mark_written(history, pool)
     return y
@@ -149,6 +155,7 @@ def launch_gemv(
     from deltazoo.backends.triton.gemv.kernels.gemv import Weights
 
     D = weights[0].shape[1]
+    biases: dict[int, Tensor] = {i: ready(bias) for i, bias in zip(around.biased, around.biases, strict=True)}
     if x.stride(1) != 1 or x.data_ptr() % _VECTOR:
         x = x.clone(memory_format=torch.contiguous_format)
     outputs = [weight.shape[0] // (2 if around.gated else 1) for weight in weights]
@@ -156,6 +163,7 @@ def launch_gemv(
     shared: dict[str, Any] = {
         "D": D, "MAPS": len(outputs), "N": (*outputs,), "FIRST": (0, *itertools.accumulate(outputs)),
         "ACTIVATION": around.activation, "GATED": around.gated, "OVERLAP": architecture(device) == "sm90",
+        "BIASES": (*(i in biases for i in range(len(outputs))),), "BIASED": bool(biases),
     }  # fmt: skip
     tensors = {
         "x": x, "norm_weight": None if around.norm_weight is None else ready(around.norm_weight),
@@ -163,6 +171,7 @@ def launch_gemv(
         "previous": None if around.previous is None else ready(around.previous),
         "mix": None if around.mix is None else ready(around.mix),
         "weights": Weights(*(ready(weight) for weight in weights)), "history": None, "taps": None, "tap_bias": None,
+        "biases": Weights(*(biases.get(i) for i in range(MAX_MAPS))) if biases else None,
     }  # fmt: skip
     shared |= {"TAPS": 0, "TAP_BIAS": False, "TAP_SILU": False}
     if around.convolution is not None:
@@ -247,10 +256,11 @@ def _launch_dots(
         tensors["y"] = y
         total = shared["FIRST"][-1]
         block = min(_FINISHED, power_of_two(total))
+        of_bias = ("MAPS", "FIRST", "BIASES", "BIASED")
         traits = RowsTraits(
             total, block, overlap, SPLITS=splits, ACTIVATION=around.activation, GATED=around.gated,
             RESIDUAL=around.residual is not None, CHANNELS=shared["N"][0],
-            **{name: shared[name] for name in ("TAPS", "TAP_BIAS", "TAP_SILU")},
+            **{name: shared[name] for name in ("TAPS", "TAP_BIAS", "TAP_SILU", *(of_bias if shared["BIASED"] else ()))},
         )  # fmt: skip
         run = launcher(finish_rows_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
         run(M * cdiv(total, block), {"M": M})
@@ -275,13 +285,14 @@ def _convolved_fake(
 
 gemv = operator(
     "triton_gemv(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor? residual, str activation,"
-    " bool gated, Tensor? previous, Tensor? mix, int[] places) -> Tensor",
+    " bool gated, Tensor? previous, Tensor? mix, int[] places, Tensor[] biases, int[] biased) -> Tensor",
     _gemv,
     compiled_ahead(_gemv, _fake),
     any_layout=True,
 )
 gemv_convolved_ = operator(
-    "triton_gemv_convolved_(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor(a!) history,"
+    "triton_gemv_convolved_(Tensor x, Tensor? norm_weight, float eps, Tensor[] weights, Tensor[] biases, int[] biased,"
+    " Tensor(a!) history,"
     " Tensor taps, Tensor? bias, bool silu) -> Tensor",
     _convolved,
     compiled_ahead(_convolved, _convolved_fake),

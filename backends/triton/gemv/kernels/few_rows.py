@@ -18,7 +18,7 @@ import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, push_token
-from deltazoo.backends.triton.gemv.kernels.gemv import activate, convolve_product, locate_map
+from deltazoo.backends.triton.gemv.kernels.gemv import activate, convolve_product, load_biases, locate_map
 
 
 class FewRowsTraits(NamedTuple):
@@ -30,7 +30,7 @@ class FewRowsTraits(NamedTuple):
         BLOCK: inputs that a program reads at a time. STAGES: blocks in flight. SPLITS: programs of a tile; with more
             than one, y is their sums. SPAN: inputs of a program, a multiple of BLOCK.
         X_STRIDE: elements from row to row of x. PLACE: the first number of x that each map reads, a multiple of UNIT
-            bytes. TAPS, TAP_BIAS, TAP_SILU: as in `GemvTraits`. OVERLAP: see device/overlap.py.
+            bytes. BIASES, BIASED, TAPS, TAP_BIAS, TAP_SILU: as in `GemvTraits`. OVERLAP: see device/overlap.py.
     """
 
     D: int
@@ -50,6 +50,8 @@ class FewRowsTraits(NamedTuple):
     ACTIVATION: str
     GATED: bool
     RESIDUAL: bool
+    BIASES: tuple[bool, ...]
+    BIASED: bool
     TAPS: int
     TAP_BIAS: bool
     TAP_SILU: bool
@@ -57,12 +59,13 @@ class FewRowsTraits(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["M"])
-def few_rows_kernel(x, residual, weights, history, taps, tap_bias, y, M, traits: tl.constexpr):
+def few_rows_kernel(x, residual, weights, biases, history, taps, tap_bias, y, M, traits: tl.constexpr):
     """Compute ROWS rows of the product of one map for all rows of x, or their sums over a part of D.
 
     Grid: tiles of ROWS rows of the weights of all maps, SPLITS. Reads x [M, D] of each map, residual [M, N], w [N, D],
-    with GATED [2 N, D], of which the gate is the first half. Writes y [M, N of all maps], or with SPLITS > 1 the sums
-    [SPLITS, M, rows of all weights] in float32. With TAPS it reads and writes what gemv_kernel does.
+    with GATED [2 N, D], of which the gate is the first half, biases [N]. Writes y [M, N of all maps], or with
+    SPLITS > 1 the sums [SPLITS, M, rows of all weights] in float32. With TAPS it reads and writes what gemv_kernel
+    does.
     """
     D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
@@ -111,6 +114,8 @@ def few_rows_kernel(x, residual, weights, history, taps, tap_bias, y, M, traits:
             sums = activate(gate, ACTIVATION) * up
             output = number * OUTPUTS + tl.arange(0, OUTPUTS)
         else:
+            if traits.BIASED:
+                sums += load_biases((first + output)[:, None], biases, traits)
             sums = activate(sums, ACTIVATION)
         at = ms[None, :].to(tl.int64) * TOTAL + first + output[:, None]
         mask = (output < size)[:, None] & in_m[None, :]
@@ -135,8 +140,8 @@ class RowsTraits(NamedTuple):
         D: width of x or y. BLOCK: columns of a program, a power of two; of `normalize_rows_kernel` at least D.
         STRIDE: elements from row to row of x. NORM, EPS: whether there is a norm, and its epsilon. INPUTS: rows of mix,
             the shares of the token shifts; 0: no shift.
-        SPLITS: sums of each number. ACTIVATION, GATED, RESIDUAL, TAPS, TAP_BIAS, TAP_SILU: as of the product. CHANNELS:
-            of the convolution.
+        SPLITS: sums of each number. MAPS, FIRST, BIASES, BIASED, ACTIVATION, GATED, RESIDUAL, TAPS, TAP_BIAS, TAP_SILU:
+            as of the product. CHANNELS: of the convolution.
     """
 
     D: int
@@ -147,6 +152,10 @@ class RowsTraits(NamedTuple):
     EPS: float = 0.0
     INPUTS: int = 0
     SPLITS: int = 0
+    MAPS: int = 0
+    FIRST: tuple[int, ...] = ()
+    BIASES: tuple[bool, ...] = ()
+    BIASED: bool = False
     ACTIVATION: str = ""
     GATED: bool = False
     RESIDUAL: bool = False
@@ -186,11 +195,11 @@ def normalize_rows_kernel(x, norm_weight, previous, mix, normed, traits: tl.cons
 
 
 @triton.jit(do_not_specialize=["M"])
-def finish_rows_kernel(sums, residual, history, taps, tap_bias, y, M, traits: tl.constexpr):
+def finish_rows_kernel(sums, residual, biases, history, taps, tap_bias, y, M, traits: tl.constexpr):
     """Add the sums of all splits, and compute what follows the product.
 
-    Grid: rows, blocks of BLOCK outputs. Reads sums [SPLITS, M, D], or with GATED [SPLITS, M, 2 D], residual [M, D].
-    Writes y [M, D]. With TAPS it reads and writes what gemv_kernel does.
+    Grid: rows, blocks of BLOCK outputs. Reads sums [SPLITS, M, D], or with GATED [SPLITS, M, 2 D], residual [M, D],
+    biases of each map. Writes y [M, D]. With TAPS it reads and writes what gemv_kernel does.
     """
     D: tl.constexpr = traits.D
     BLOCK: tl.constexpr = traits.BLOCK
@@ -210,6 +219,8 @@ def finish_rows_kernel(sums, residual, history, taps, tap_bias, y, M, traits: tl
         past = load_past(inputs, d, in_conv, traits.CHANNELS, traits.TAPS)
         tap_weights = load_tap_weights(taps, tap_bias, d, in_conv, traits.TAPS, traits.TAP_BIAS)
     out = tl.zeros([BLOCK], tl.float32)
+    if traits.BIASED:
+        out += load_biases(d, biases, traits)
     up = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         at = sums + (split * M + m) * WIDTH + d

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from deltazoo.backends.triton.chunk.kernels.sm90.gluon_versions import async_load, barrier
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, push_token
-from deltazoo.backends.triton.gemv.kernels.gemv import activate, convolve_product, locate_map
+from deltazoo.backends.triton.gemv.kernels.gemv import activate, convolve_product, load_biases, locate_map
 
 SMEM = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of copies: 16 bytes per thread
@@ -56,7 +56,7 @@ def copy_inputs(inputs_s, x, start, M, traits: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "early"])
-def few_rows_sm90_kernel(x, residual, weights, history, taps, tap_bias, y, M, early, traits: gl.constexpr):
+def few_rows_sm90_kernel(x, residual, weights, biases, history, taps, tap_bias, y, M, early, traits: gl.constexpr):
     """Compute what few_rows_kernel computes, for rows of a multiple of 16 bytes.
 
     early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may have written them.
@@ -108,6 +108,8 @@ def few_rows_sm90_kernel(x, residual, weights, history, taps, tap_bias, y, M, ea
         history += (m * ((TAPS - 1) * N0))[None, :]
         past = load_past(history, channel, in_conv & (m < M)[None, :], N0, TAPS)
         tap_weights = load_tap_weights(taps, tap_bias, channel, in_conv, TAPS, traits.TAP_BIAS)
+    if traits.BIASED and SPLITS == 1:
+        bias = load_biases((first + number * OUTPUTS + gl.arange(0, OUTPUTS, OUT_ROWS))[:, None], biases, traits)
     x = gl.multiple_of(x + place, UNIT)
     for block in gl.static_range(STAGES - 1):
         if block < BLOCKS:
@@ -141,6 +143,8 @@ def few_rows_sm90_kernel(x, residual, weights, history, taps, tap_bias, y, M, ea
             gate, up = gl.split(gl.permute(gl.reshape(acc, [ROWS // 16, 2, 8, COLUMNS]), (0, 2, 3, 1)))
             out = gl.convert_layout(gl.reshape(activate(gate, ACTIVATION) * up, [OUTPUTS, COLUMNS]), OUT)
         else:
+            if traits.BIASED:
+                acc = gl.convert_layout(acc, OUT) + bias
             out = gl.convert_layout(activate(acc, ACTIVATION), OUT)
         output = number * OUTPUTS + gl.arange(0, OUTPUTS, OUT_ROWS)
         at = m[None, :] * TOTAL + first + output[:, None]

@@ -1,6 +1,6 @@
 """Products of few rows x [M, D] with weights [N, D]: each weight is read once, with the operations around the product.
 
-    y = W x                                          of up to eight maps, as consecutive columns of y
+    y = W x, or W x + b with BIASES                  of up to eight maps, as consecutive columns of y
     y = W (norm_weight * x / sqrt(mean(x^2) + eps))  with NORM
     y = phi(y),  or y = phi(W_gate x) * (W_up x)     with ACTIVATION, and GATED
     y = residual + W x                               with RESIDUAL
@@ -25,7 +25,7 @@ from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, pu
 
 
 class Weights(NamedTuple):
-    """The weights of each map [N, D], of which a kernel takes the first ones."""
+    """The weights of each map [N, D], of which a kernel takes the first ones. Also their biases [N]."""
 
     w0: Any
     w1: Any = None
@@ -46,6 +46,7 @@ class GemvTraits(NamedTuple):
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
         X_STRIDE: elements from row to row of x. PLACE: with SHIFT the row of mix of each map, else its first
             column of x.
+        BIASES: for each map whether it has a bias. BIASED: whether one of them has.
         TAPS: of the convolution of the first map; 0: none. TAP_BIAS, TAP_SILU: whether it has a bias and a SiLU.
         OVERLAP: see device/overlap.py.
     """
@@ -68,6 +69,8 @@ class GemvTraits(NamedTuple):
     RESIDUAL: bool
     SHIFT: bool
     PLACE: tuple[int, ...]
+    BIASES: tuple[bool, ...]
+    BIASED: bool
     TAPS: int
     TAP_BIAS: bool
     TAP_SILU: bool
@@ -130,6 +133,18 @@ def locate_map(tile, weights, traits: tl.constexpr):
 
 
 @triton.jit
+def load_biases(column, biases, traits: tl.constexpr):
+    """Load the biases of columns of y in float32; 0 for maps without one."""
+    MAPS: tl.constexpr = traits.MAPS
+    bias = (column * 0).to(tl.float32)
+    for i in tl.static_range(MAPS):
+        if traits.BIASES[i]:
+            within = (column >= traits.FIRST[i]) & (column < traits.FIRST[i + 1])
+            bias += tl.load(biases[i] + (column - traits.FIRST[i]), mask=within, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
 def convolve_product(token, past, tap_weights, traits: tl.constexpr):
     """Return channels of a token after the convolution of the first map and its SiLU, in float32."""
     y = weigh_taps(past + (token,), tap_weights, traits.TAPS, traits.TAP_BIAS)
@@ -138,14 +153,15 @@ def convolve_product(token, past, tap_weights, traits: tl.constexpr):
 
 @triton.jit(do_not_specialize=["early"])
 def gemv_kernel(
-    x, norm_weight, residual, previous, mix, weights, history, taps, tap_bias, y, early, traits: tl.constexpr
+    x, norm_weight, residual, previous, mix, weights, biases, history, taps, tap_bias, y, early, traits: tl.constexpr
 ):  # fmt: skip
     """Compute ROWS outputs of one map for all rows.
 
     Grid: the tiles of ROWS outputs of all maps. Reads x, previous [M, D], norm_weight [D], residual [M, N], mix
-    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half; taps [N, TAPS] and tap_bias [N] of the
-    first map. Writes y [M, N of all maps]. Appends the products of the first map to history [M, TAPS - 1, N]. early:
-    1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may have written them.
+    [.., D], w [N, D], with GATED [2 N, D], of which the gate is the first half; biases [N] of the maps; taps [N, TAPS]
+    and tap_bias [N] of the first map. Writes y [M, N of all maps]. Appends the products of the first map to history
+    [M, TAPS - 1, N]. early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if that kernel may
+    have written them.
     """
     M: tl.constexpr = traits.M
     D: tl.constexpr = traits.D
@@ -175,6 +191,8 @@ def gemv_kernel(
             for past in tl.static_range(M * (traits.TAPS - 1)):
                 prefetch_line(history + past * N0 + channel)
         wait_for_previous()
+    if traits.BIASED:
+        bias = load_biases(first + row, biases, traits)
     share = mix
     if traits.SHIFT:
         share += place * D
@@ -220,6 +238,8 @@ def gemv_kernel(
         out = tl.sum(sums, 0) * factor
         if traits.SHIFT:
             out += tl.sum(shifts, 0)
+        if traits.BIASED:
+            out += bias
         if ACTIVATION != "":
             out = activate(out, ACTIVATION)
         if traits.GATED:
