@@ -8,7 +8,7 @@ from triton_cases import DEVICE, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
-from deltazoo.mixers import HGRN, LRU, RWKV4, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers import HGRN, LRU, RGLRU, RWKV4, S5, LonghornDiagonal, Mamba, MixerConfig
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
 
@@ -20,8 +20,14 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "s5": (S5(), "rotating_step_kernel"),
     "hgrn": (HGRN(channels=12), "rotating_step_kernel"),
     "rwkv4": (RWKV4(channels=24), "wkv_step_kernel"),
+    "rg_lru": (RGLRU(channels=40, blocks=2), "rg_lru_step_kernel"),
+    "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
 }
-OTHERS: dict[str, MixerConfig] = {"s5": S5(discretisation="bilinear"), "hgrn": HGRN(turning=False)}
+OTHERS: dict[str, MixerConfig] = {
+    "s5": S5(discretisation="bilinear"),
+    "hgrn": HGRN(turning=False),
+    "rg_lru": RGLRU(conv_width=1),
+}
 
 
 def build(config: MixerConfig) -> DeltaMixer:

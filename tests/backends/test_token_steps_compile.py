@@ -16,12 +16,12 @@ pytestmark = [
     pytest.mark.kernels,
     pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only"),
 ]
-KERNELS = {"rotating_step_kernel", "wkv_step_kernel"}
+KERNELS = {"rg_lru_step_kernel", "rotating_step_kernel", "wkv_step_kernel"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "width"), [("lru", 2048), ("s5", 4096), ("hgrn", 2048), ("hgrn", 4096), ("rwkv4", 2048)]
+    ("name", "width"), [("lru", 2048), ("s5", 4096), ("hgrn", 2048), ("hgrn", 4096), ("rwkv4", 2048), ("rg_lru", 2048)]
 )
 def test_the_kernel_of_a_token_compiles(name, width, dtype, monkeypatch):
     compiler = Compiler(all=True)
