@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.token_step import Around
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM
@@ -72,5 +73,5 @@ class H3Mixer(FilterMixer):
         q, k, v = self.to_qkv(x).chunk(3, -1)
         if context.mask is not None:  # the bias of the map makes padded tokens nonzero
             k, v = k * context.mask[..., None], v * context.mask[..., None]
-        written = self.apply_filter("shift", k, state, new, context) * v
-        return self.out(q * self.apply_filter("diagonal", written, state, new, context))
+        shifted = self.apply_filter("shift", k, state, new, context)
+        return self.out(self.apply_around("diagonal", shifted, state, new, context, Around(factor=v, gate=q)))

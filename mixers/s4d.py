@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -10,6 +9,7 @@ from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.decode_maps import apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
+from deltazoo.mixers.core.token_step import Around
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DIAGONAL_SSM_SPEC, DiagonalSSM, StateInit
 from deltazoo.mixers.parts.ssm.discretisation import Discretisation
@@ -53,6 +53,6 @@ class S4DMixer(FilterMixer):
         return None
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        y = F.gelu(self.apply_filter("ssm", x, state, new, context))
+        y = self.apply_around("ssm", x, state, new, context, Around(gelu=True))
         maps = apply_to_input(y, {"out": self.out, "gate": self.gate}, state)
         return maps["out"] * maps["gate"].sigmoid()

@@ -57,3 +57,11 @@ class TokenStep(ABC):
     @abstractmethod
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
         """Decode one token per row. Return None, with the states as they were, if the kernels cannot."""
+
+
+class Around(NamedTuple):
+    """Operations around a filter that its decode step also computes: gate * gelu(filter(factor * x)), if given."""
+
+    factor: Tensor | None = None
+    gate: Tensor | None = None
+    gelu: bool = False

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.conv_history import advance_history_
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
@@ -18,6 +20,7 @@ from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerO
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
+from deltazoo.mixers.core.token_step import Around
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -91,6 +94,22 @@ class FilterMixer(Mixer, ABC):
     def expected_state(self, state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """Return a state without rows, with the names and dtypes that this state must have."""
         return self.initial_state(0, 1, like)
+
+    def apply_around(
+        self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context,
+        around: Around,
+    ) -> Tensor:  # fmt: skip
+        """Apply a `DiagonalSSM` with the operations around it; in a decode step by one kernel."""
+        module = self.filters[name]
+        if state is not None and type(module) is DiagonalSSM and is_plain(module):
+            filter_state = {key: state[f"{name}.{key}"] for key in ("update", "seen")}
+            stepped = module.step_(x, filter_state, context, around)
+            if stepped is not None:
+                new.update({f"{name}.{key}": tensor for key, tensor in stepped[1].items()})
+                return stepped[0]
+        y = self.apply_filter(name, x if around.factor is None else x * around.factor, state, new, context)
+        y = F.gelu(y) if around.gelu else y
+        return y if around.gate is None else around.gate * y
 
     def apply_filter(
         self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

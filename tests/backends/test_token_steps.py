@@ -8,9 +8,11 @@ from triton_cases import DEVICE, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
-from deltazoo.mixers import HGRN, LRU, RGLRU, RWKV4, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
+from deltazoo.mixers.parts.ssm import diagonal_ssm
+from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
 B, T, D = 2, 3, 16
 MIXERS: dict[str, tuple[MixerConfig, str]] = {
@@ -75,6 +77,25 @@ def test_options_without_a_kernel_decode_by_parts(name, monkeypatch):
     assert MIXERS[name][1] not in kernels
     for ours, reference in zip(packed, separate, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("config", [S4D(states=3), H3(states=3, shift=4)], ids=["s4d", "h3"])
+@torch.no_grad()
+def test_a_filter_decodes_with_the_operations_around_it(config, monkeypatch):
+    torch.manual_seed(0)
+    mixer = config.build(D, backend="triton").to(DEVICE)
+    x = torch.randn(T, B, 1, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for reasons in (["it is off."], []):
+        monkeypatch.setattr(diagonal_ssm, "kernel_refusals", lambda _, reasons=reasons: reasons)
+        state = mixer.init_state(B)
+        results.append([*(mixer(x_t, state).y for x_t in x), *state.values()])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+    (name,) = (name for name, module in mixer.filters.items() if isinstance(module, DiagonalSSM))
+    mixer.filters[name].register_forward_hook(lambda module, arguments, output: (0 * output[0], output[1]))
+    torch.testing.assert_close(mixer(x[0], mixer.init_state(B)).y, mixer(0 * x[0], mixer.init_state(B)).y)
 
 
 @torch.no_grad()

@@ -16,13 +16,13 @@ pytestmark = [
     pytest.mark.kernels,
     pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only"),
 ]
-KERNELS = {"rg_lru_step_kernel", "rotating_step_kernel", "wkv_step_kernel"}
+KERNELS = {"complex_step_kernel", "rg_lru_step_kernel", "rotating_step_kernel", "wkv_step_kernel"}
+
+MIXERS = [(name, 2048) for name in ("lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d")] + [("s5", 4096), ("hgrn", 4096)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "width"), [("lru", 2048), ("s5", 4096), ("hgrn", 2048), ("hgrn", 4096), ("rwkv4", 2048), ("rg_lru", 2048)]
-)
+@pytest.mark.parametrize(("name", "width"), MIXERS)
 def test_the_kernel_of_a_token_compiles(name, width, dtype, monkeypatch):
     compiler = Compiler(all=True)
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)

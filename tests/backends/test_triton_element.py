@@ -3,8 +3,8 @@
 They run on a GPU, or with TRITON_INTERPRET=1 on the CPU in Triton's interpreter.
 """
 
-import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec
 from deltazoo.backends.triton import LaunchConfig, TritonBackend
-from deltazoo.backends.triton.element.complex_op import complex_step_
+from deltazoo.backends.triton.element.complex_op import ComplexCall, complex_step_
 from deltazoo.backends.triton.element.config import (
     ElementConfig,
     ElementLaunch,
@@ -172,22 +172,31 @@ def test_decode_in_slots_equals_the_whole_sequence(spec):
     assert states[[1, 2, 4]].isnan().all()  # no other slot is written
 
 
-@pytest.mark.parametrize(("B", "D", "N"), [(3, 5, 3), (10, 40, 32)])
-def test_a_step_of_complex_states_equals_that_of_the_layer(B, D, N):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("B", "D", "N", "around"), [(3, 5, 3, "gate"), (10, 40, 32, "gelu"), (2, 8, 4, "")])
+def test_a_step_of_complex_states_equals_that_of_the_layer(B, D, N, around, dtype):
     torch.manual_seed(0)
-    layer = DiagonalSSM(D, N, backend="reference")
-    exact = copy.deepcopy(layer).double()
-    x = torch.randn(B, 1, D, dtype=torch.float64)
+    exact = DiagonalSSM(D, N, backend="reference").to(dtype).double()
+    wide = torch.randn(B, 1, 3 * D).to(dtype)
+    x, factor, gate = wide.chunk(3, -1)  # the rows are apart
     with torch.no_grad():
-        state = exact.init_state(B, x)
+        state = exact.init_state(B, x.double())
         state["update"].normal_()
         state["seen"] += 100 + torch.arange(B) // 2  # some rows are at equal positions
         states, seen = state["update"].float().to(DEVICE), state["seen"].clone().to(DEVICE)
-        expected, after = exact(x, state, Context())
-        log_magnitude, angle, b = (y.float().to(DEVICE) for y in exact._discretise(torch.float64))
-        y = complex_step_(x[:, 0].float().to(DEVICE), (log_magnitude, angle), b, layer.C.to(DEVICE), seen, states)
-    pairs = (y.cpu() + layer.skip.detach() * x[:, 0], expected[:, 0]), (states.cpu(), after["update"])
-    assert all((actual - exact).norm() < 1e-4 * exact.norm() for actual, exact in pairs)  # the angle is in float32
+        expected, after = exact(x.double() * (factor.double() if around == "gate" else 1.0), state, Context())
+        expected = torch.nn.functional.gelu(expected) if around == "gelu" else expected
+        expected = expected * gate.double() if around == "gate" else expected
+        log_magnitude, angle, b_re, b_im = (y.to(DEVICE) for y in exact._discretise(torch.float64))
+        given = (None, None) if around != "gate" else (factor[:, 0].to(DEVICE), gate[:, 0].to(DEVICE))
+        call = ComplexCall(
+            x[:, 0].to(DEVICE), *given, around == "gelu", angle / (2 * math.pi), log_magnitude.float(), b_re.float(),
+            b_im.float(), exact.C.to(DEVICE, dtype), exact.skip.to(DEVICE, dtype), seen, states,
+        )  # fmt: skip
+        y = complex_step_(call)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    pairs = (y.cpu(), expected[:, 0], tolerance), (states.cpu(), after["update"], 1e-5)
+    assert all((actual - exact).norm() < limit * exact.norm() for actual, exact, limit in pairs)
 
 
 def test_decode_with_a_slot_outside_the_pool_accesses_no_state():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.long_conv import long_conv
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain
-from deltazoo.backends.triton.element.complex_op import complex_step_
+from deltazoo.backends.triton.element.complex_op import ComplexCall, complex_step_
 from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
@@ -22,6 +22,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.core.token_step import Around
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
 from deltazoo.mixers.parts.rotary import rotation_angle
@@ -35,12 +36,13 @@ DIAGONAL_SSM_SPEC = UpdateSpec(decay="fixed", transition="additive", scale=1.0)
 class _Discrete(NamedTuple):
     """The recurrence S_t = a S_(t-1) + b x_t.
 
-    Args: log_magnitude: log |a|, [D, N]. frequency: the angle of a, [D, N]. b: [D, N, 2], real and imaginary parts.
+    Args: log_magnitude: log |a|. frequency: the angle of a. b_re, b_im: real and imaginary parts of b. [D, N] each.
     """
 
     log_magnitude: Tensor
     frequency: Tensor
-    b: Tensor
+    b_re: Tensor
+    b_im: Tensor
 
 
 class DiagonalSSM(nn.Module):
@@ -105,24 +107,28 @@ class DiagonalSSM(nn.Module):
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Filter x [B, T, D], whose padding is at the right and zero. Returns: y in the dtype of x; the new state."""
+        stepped = self.step_(x, state, context, Around())
+        if stepped is not None:
+            return stepped
         system = self._discretise(state_dtype(x.dtype))
         if self.convolution and state is None and context.cu_seqlens is None:
-            y, new_state = long_conv(x, self._kernel(*system, x.shape[1])), None
+            y, new_state = long_conv(x, self._kernel(system, x.shape[1])), None
         else:
-            stepped = self._step_(x, system, state, context)
-            y, new_state = stepped or self._recurrent(x, system, state, context)
+            y, new_state = self._recurrent(x, system, state, context)
         return (y + self.skip * x).to(x.dtype), new_state
 
     def _discretise(self, dtype: torch.dtype) -> "_Discrete":
         real = -self.log_real.to(dtype).exp()
         imaginary = torch.zeros_like(real) if self.imaginary is None else self.imaginary.to(dtype)
-        log_magnitude, frequency, *b = discretise(self.discretisation, real, imaginary, self.log_dt.to(dtype).exp())
-        return _Discrete(log_magnitude, frequency, torch.stack(b, -1))
+        return _Discrete(*discretise(self.discretisation, real, imaginary, self.log_dt.to(dtype).exp()))
 
-    def _step_(
-        self, x: Tensor, system: "_Discrete", state: dict[str, Tensor] | None, context: Context
+    def step_(
+        self, x: Tensor, state: dict[str, Tensor] | None, context: Context, around: Around
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Decode a token per row by a kernel that computes q and k, in place. Return None if it does not run."""
+        """Decode a token per row by a kernel, in place, with what is around the filter. None: it does not run.
+
+        The caller guarantees that a call of the module runs only `forward` (`is_plain`).
+        """
         is_step = x.shape[1] == 1 and context.mask is None and context.cu_seqlens is None and context.parallel is None
         if state is None or not is_step or self.imaginary is None or torch.is_grad_enabled():
             return None
@@ -130,23 +136,28 @@ class DiagonalSSM(nn.Module):
         if kernel_refusals(x) or not is_plain(self.update) or not self.update.bound.has_decode_kernels(meta):
             return None
         seen, position = state["seen"], positions(x, state["seen"], context)[:, 0]
-        y = complex_step_(x[:, 0], system[:2], system.b, self.C, position, state["update"])
-        return y[:, None], {"update": state["update"], "seen": write_back(seen, seen + 1)}
+        system = self._discretise(state_dtype(x.dtype))
+        factor, gate = (None if y is None else y[:, 0] for y in around[:2])
+        call = ComplexCall(
+            x[:, 0], factor, gate, around.gelu, turns=system.frequency.double() / (2 * math.pi),
+            log_magnitude=system.log_magnitude, b_re=system.b_re, b_im=system.b_im, c=self.C, skip=self.skip,
+            position=position, states=state["update"],
+        )  # fmt: skip
+        return complex_step_(call)[:, None], {"update": state["update"], "seen": write_back(seen, seen + 1)}
 
     def _recurrent(
         self, x: Tensor, system: "_Discrete", state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
-        log_magnitude, frequency, b = system
+        log_magnitude, frequency, b_re, b_im = system
         dtype = log_magnitude.dtype
         seen = None if state is None else state["seen"]
         if self.imaginary is None:
-            k = b[..., 0].expand(*x.shape[:2], -1, -1)
+            k = b_re.expand(*x.shape[:2], -1, -1)
             q, log_decay = self.C.to(dtype).expand_as(k), log_magnitude
         else:
             # The state is in the rotating frame: k = exp(-i angle) b, and q computes Re(C exp(i angle) state).
             angle = rotation_angle(positions(x, seen, context), frequency, dtype)
             cos, sin = angle.cos(), angle.sin()
-            b_re, b_im = b.unbind(-1)
             c_re, c_im = self.C.to(dtype).unbind(-1)
             k = torch.cat([b_re * cos + b_im * sin, b_im * cos - b_re * sin], -1)
             q = torch.cat([c_re * cos - c_im * sin, -(c_im * cos + c_re * sin)], -1)
@@ -158,12 +169,13 @@ class DiagonalSSM(nn.Module):
             return o.squeeze(-1), None
         return o.squeeze(-1), {"update": new_state, "seen": write_back(seen, seen + token_counts(x, context))}
 
-    def _kernel(self, log_magnitude: Tensor, frequency: Tensor, b: Tensor, T: int) -> Tensor:
+    def _kernel(self, system: "_Discrete", T: int) -> Tensor:
         """Return the convolution kernel sum_n Re(C_n b_n a_n^t), [T, D].
 
         With t = _BLOCK i + j it is for each channel the product of matrices C b a^(_BLOCK i) [i, n] and a^j [n, j],
         whose exponentials are those of T / _BLOCK + _BLOCK times instead of T.
         """
+        log_magnitude, frequency, b_re, b_im = system
         device = log_magnitude.device
         i, j = torch.arange((T + _BLOCK - 1) // _BLOCK, device=device) * _BLOCK, torch.arange(_BLOCK, device=device)
 
@@ -175,10 +187,10 @@ class DiagonalSSM(nn.Module):
 
         (i_re, i_im), (j_re, j_im) = power(i), power(j)
         if self.imaginary is None:
-            weight = self.C.to(b.dtype) * b[..., 0]
+            weight = self.C.to(b_re.dtype) * b_re
             left, right = weight * i_re, j_re
         else:
-            (b_re, b_im), (c_re, c_im) = b.unbind(-1), self.C.to(b.dtype).unbind(-1)
+            c_re, c_im = self.C.to(b_re.dtype).unbind(-1)
             re, im = c_re * b_re - c_im * b_im, c_re * b_im + c_im * b_re
             left = torch.cat([re * i_re - im * i_im, re * i_im + im * i_re], -1)
             right = torch.cat([j_re, -j_im], -1)

@@ -1,9 +1,14 @@
 """Decode step of a diagonal recurrence with complex states, kept in a frame that rotates with the position p.
 
-    S = |a| S + exp(-i p angle(a)) b x,    y = Re(sum over the states of C exp(i p angle(a)) S)
+    v = factor x,    S = |a| S + exp(-i p angle(a)) b v
+    y = Re(sum over the states of C exp(i p angle(a)) S) + skip v,    o = gate gelu(y)
+
+factor, gate and GELU (that of the error function) may be missing.
 
 B rows, D channels, N states per channel
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,18 +33,42 @@ def cos_and_sin(turn):
     return cos, sin
 
 
+class ComplexTraits(NamedTuple):
+    """Compile-time parameters.
+
+    Args:
+        D, N: sizes. NP: N as a power of two. BD: channels, and ROWS: rows of a program.
+        X, FACTOR, GATE: elements from row to row of x, factor and gate; 0: there is no factor, or gate.
+        GELU: whether the output passes a GELU.
+    """
+
+    D: int
+    N: int
+    NP: int
+    BD: int
+    ROWS: int
+    X: int
+    FACTOR: int
+    GATE: int
+    GELU: bool
+
+
 @triton.jit(do_not_specialize=["rows"])
 def complex_step_kernel(
-    x, turns, log_magnitude, b, c, position, states, y, rows,
-    D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, X_STRIDE: tl.constexpr,
+    x, factor, gate, turns, log_magnitude, b_re, b_im, c, skip, position, states, o, rows, traits: tl.constexpr
 ):  # fmt: skip
     """Update BD channels of ROWS rows.
 
-    Grid: blocks of ROWS rows, blocks of BD channels. Reads x [B, D] with a stride from row to row; turns [D, N]
-    float64, the angle of a in turns; log_magnitude [D, N]; b, c [D, N, 2]; position [B] int64. Updates states [B, D,
-    2 N] float32 in place, real parts first. Writes y [B, D] float32. N is rounded up to NP. The rotation is computed
-    again only where the position differs from that of the row before.
+    Grid: blocks of ROWS rows, blocks of BD channels. Reads x, factor, gate [B, D] with row strides; turns [D, N]
+    float64, the angle of a in turns; log_magnitude, b_re, b_im [D, N]; c [D, N, 2]; skip [D]; position [B] int64.
+    Updates states [B, D, 2 N] float32 in place, real parts first. Writes o [B, D]. The rotation is computed again only
+    where the position differs from that of the row before.
     """
+    D: tl.constexpr = traits.D
+    N: tl.constexpr = traits.N
+    NP: tl.constexpr = traits.NP
+    BD: tl.constexpr = traits.BD
+    ROWS: tl.constexpr = traits.ROWS
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     first = tl.program_id(0) // BLOCKS * ROWS
     d = tl.program_id(0) % BLOCKS * BD + tl.arange(0, BD)
@@ -48,10 +77,11 @@ def complex_step_kernel(
     at = d[:, None] * N + n
     turn = tl.load(turns + at, mask=mask, other=0.0)
     magnitude = tl.exp(tl.load(log_magnitude + at, mask=mask, other=0.0))
-    b_re = tl.load(b + 2 * at, mask=mask, other=0.0)
-    b_im = tl.load(b + 2 * at + 1, mask=mask, other=0.0)
+    b_re = tl.load(b_re + at, mask=mask, other=0.0)
+    b_im = tl.load(b_im + at, mask=mask, other=0.0)
     c_re = tl.load(c + 2 * at, mask=mask, other=0.0).to(tl.float32)
     c_im = tl.load(c + 2 * at + 1, mask=mask, other=0.0).to(tl.float32)
+    bypass = tl.load(skip + d, mask=d < D, other=0.0).to(tl.float32)
     state = states + (tl.cast(first, tl.int64) * D + d[:, None]) * (2 * N) + n
     next_re = tl.load(state, mask=mask, other=0.0)
     next_im = tl.load(state + N, mask=mask, other=0.0)
@@ -69,7 +99,13 @@ def complex_step_kernel(
         in_later = mask & ((row + 1 < rows) & (i + 1 < ROWS))
         next_re = tl.load(later, mask=in_later, other=0.0)
         next_im = tl.load(later + N, mask=in_later, other=0.0)
-        value = tl.load(x + row * X_STRIDE + d, mask=(d < D) & in_rows, other=0.0).to(tl.float32)[:, None]
+        in_row = (d < D) & in_rows
+        channel = tl.load(x + row * traits.X + d, mask=in_row, other=0.0).to(tl.float32)
+        if traits.FACTOR > 0:
+            channel *= tl.load(factor + row * traits.FACTOR + d, mask=in_row, other=0.0).to(tl.float32)
+        if traits.GATE > 0:
+            g = tl.load(gate + row * traits.GATE + d, mask=in_row, other=0.0).to(tl.float32)
+        value = channel[:, None]
         p = tl.load(position + row, mask=in_rows, other=0)
         if p != last:
             turned = p.to(tl.float64) * turn
@@ -81,8 +117,12 @@ def complex_step_kernel(
             last = p
         re = magnitude * re + k_re * value
         im = magnitude * im + k_im * value
-        out = tl.sum(q_re * re - q_im * im, 1)
+        out = tl.sum(q_re * re - q_im * im, 1) + bypass * channel
+        if traits.GELU:
+            out *= 0.5 * (1.0 + tl.erf(0.7071067811865476 * out))
+        if traits.GATE > 0:
+            out *= g
         tl.store(state, re, mask=in_state)
         tl.store(state + N, im, mask=in_state)
         state = later
-        tl.store(y + row * D + d, out, mask=(d < D) & in_rows)
+        tl.store(o + row * D + d, out.to(o.dtype.element_ty), mask=in_row)
