@@ -8,6 +8,7 @@ from triton_cases import DEVICE, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
+from deltazoo.backends.ops.rms_norm import rms_norm
 from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
@@ -66,6 +67,25 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
     assert kernels.count(kernel) == T + 1 and kernel not in others
     for ours, reference in zip(packed, separate, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "lru", "rwkv4"])
+@torch.no_grad()
+def test_a_residual_step_norms_its_input(name, monkeypatch):
+    monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
+    mixer, norm = build(MIXERS[name][0]), gemv.Norm(torch.linspace(0.5, 1.5, D, device=DEVICE), 1e-5)
+    x = torch.randn(B, 1, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    states = [mixer.init_state(B) for _ in range(3)]
+    result = mixer.residual_step(x, norm, states[0], Context())
+    expected = x + mixer(rms_norm(x, norm.weight, norm.eps), states[1]).y
+    if name in ("lru", "rwkv4"):  # a feedthrough; shifted tokens without a norm
+        assert result is None
+        torch.testing.assert_close(dict(states[0]), dict(states[2]))
+        return
+    assert result is not None
+    torch.testing.assert_close(result.y, expected)
+    torch.testing.assert_close(dict(states[0]), dict(states[1]))
 
 
 @needs_triton
