@@ -184,7 +184,7 @@ def phi(feature: Feature, x: Tensor) -> Tensor:
         return torch.cat([both * both.roll(j, -1) for j in range(1, DPFP_ROLLS + 1)], -1)
     if feature == "taylor":
         x = x * x.shape[-1] ** -0.25
-        return torch.cat([torch.ones_like(x[..., :1]), x, 0.5**0.5 * _pairs(x)], -1)
+        return F.pad(torch.cat([x, 0.5**0.5 * _pairs(x)], -1), (1, 0), value=1.0)
     if feature == "quadratic":
         return _pairs(x * x.shape[-1] ** -0.25)
     return x
