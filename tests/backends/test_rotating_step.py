@@ -53,7 +53,8 @@ def expected(call: RotatingCall) -> tuple[Tensor, Tensor, Tensor]:
         a = torch.polar(forget, wide.angle.expand_as(forget))
         written = (1 - forget) * torch.complex(F.silu(values.real), F.silu(values.imag))
     position = call.seen if call.position is None else call.position
-    frame = torch.polar(torch.ones(()).double(), position[:, None] * a.angle())
+    angle = position[:, None] * a.angle()
+    frame = torch.polar(torch.ones_like(angle), angle)
     S = a.abs() * torch.view_as_complex(wide.states[:, :, 0]) + frame.conj() * written
     o, direct = frame * S, wide.states.new_zeros(len(S), 0)
     if call.kind != "hgrn":
