@@ -91,7 +91,8 @@ class HeadShare(NamedTuple):
         """Return the heads of all ranks in dimension `dim`, on every rank: the inverse of `own`."""
         if self.plan is None:
             return x
-        return gather_ranks(x.movedim(dim, 0), self.plan)[: self._real(x.shape[dim], self.plan)].movedim(0, dim)
+        real = self._real(x.shape[dim], self.plan)
+        return gather_ranks(x.movedim(dim, 0), self.plan)[:real].movedim(0, dim).contiguous()
 
     def _padded(self, x: Tensor, dim: int, plan: ContextPlan) -> Tensor:
         """Return x with heads that are 0 after the others, so that all ranks have equally many."""

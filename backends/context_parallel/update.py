@@ -48,7 +48,7 @@ def _carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan)
         return out
     if bound.spec.decay == "rate" or not plan.sizes:
         second = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
-        return second._replace(o=connected(second.o, second.state))
+        return second._replace(o=connected(second.o, second.state, inputs.q))
     if bound.spec.transition == "additive":
         return _read_with_decays(bound, inputs._replace(state=None if state is None else first), plan)
     return _read_with_maps(bound, inputs._replace(state=first), plan)
@@ -161,7 +161,7 @@ def _read_with_maps(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan)
 
 def _tails(out: UpdateOutput, inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
     """Return the final state of the last segment of each local piece, [P, HV, K, V]."""
-    return connected(out.state[plan.tails], *inputs)
+    return connected(out.state[plan.tails], *inputs._replace(q=None))  # type: ignore[arg-type]  # no state depends on q
 
 
 def _add_to_heads(states: Tensor, added: Tensor, plan: ContextPlan) -> Tensor:

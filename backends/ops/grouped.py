@@ -63,7 +63,7 @@ def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernel(x: Tensor, *sizes: int) -> bool:
-    return x.is_cuda and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
+    return x.is_cuda and x.shape[0] > 0 and x.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
 def _runs_by_rows(x: Tensor) -> bool:

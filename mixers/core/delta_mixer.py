@@ -159,6 +159,8 @@ class DeltaMixer(Mixer):
         """Compute linear maps of x together, by the name of their part: narrow ones, in a decode step all."""
         if is_step(x_BTD, state):
             return apply_maps(x_BTD, input_maps(self._parts(), self._mapped_classes))
+        if x_BTD.shape[1] == 1:
+            return {}
         linear_parts = {name: part for name, part in self.operands.items() if isinstance(part, LinearPart)}
         return project_jointly(x_BTD, input_maps(linear_parts, self._mapped_classes))
 

@@ -355,7 +355,7 @@ def project_jointly(x: Tensor, maps: Mapping[str, nn.Module]) -> dict[str, Tenso
     of the input together instead (`decode_maps`).
     """
     narrow = {name: layer for name, layer in maps.items() if _is_narrow(layer)}
-    if len(narrow) < 2 or x.shape[1] == 1:
+    if len(narrow) < 2:
         return {}
     weights = [layer.weight for layer in narrow.values()]
     sizes = [weight.shape[0] for weight in weights]

@@ -208,9 +208,10 @@ class JointMemories(nn.Module):
         q, M = self.to_q(x), self.sizes.memories
         layers = {"kv": list(self.to_kv)} | {name: list(maps.children()) for name, maps in self.gates.items()}
         narrow = {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])}
-        is_step = x.shape[1] == 1
-        joint = project_jointly(x.transpose(0, 1) if is_step else x, narrow)  # many maps gain also for a single token
-        joint = {key: y.transpose(0, 1) for key, y in joint.items()} if is_step else joint
+        is_step = x.shape[1] == 1 and pack.parallel is None  # all ranks must record the same graph
+        joint = {}
+        if not is_step or x.shape[0] > 1:  # many maps gain also for a single token of several rows
+            joint = project_jointly(x, narrow)
         routed, of_all = {"q": pack.tokens(q)}, {"q": q}
         for name, maps in layers.items():
             of_each = [functools.partial(_output, joint.get(f"{name} {m}"), layer, x) for m, layer in enumerate(maps)]
