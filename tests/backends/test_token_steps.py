@@ -133,9 +133,11 @@ def test_a_part_with_a_hook_is_called(name, monkeypatch):
     config, kernel = MIXERS[name]
     mixer = build(config)
     monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
-    for part in mixer._parts().values():
-        hook = part.register_forward_hook(lambda module, arguments, output: output)
-        assert kernel not in step(mixer)[1]
+    for path, module in [pair for part in mixer._parts().values() for pair in part.named_modules()]:
+        calls = []
+        hook = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        kernels = step(mixer)[1]
+        assert calls and (path or kernel not in kernels), (path, module)
         hook.remove()
     assert kernel in step(mixer)[1]
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.gemv import Shift, shifted_products
+from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.triton.element.wkv_op import WKVCall, wkv_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import apply_to_each, reads_weight
@@ -68,6 +69,8 @@ class RWKV4Projection(nn.Module, Stateful, TokenStep):
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
         before = (RWKV4Projection, NormaliserColumn, WKVGate)
         if not call.has_parts(*before, Update, WKVBonus, Normalise, PrecomputedGate) or call.norm is not None:
+            return None
+        if type(self.shift) is not TokenShift or not is_plain(self.shift):
             return None
         _, _, gate, _, bonus, divide, output_gate = call.parts.values()
         assert isinstance(gate, WKVGate) and isinstance(bonus, WKVBonus)

@@ -109,6 +109,8 @@ class RWKV7Projection(nn.Module, Stateful, TokenStep):
         x_B1D, context, previous = call.x, call.context, call.states["project"]
         if not call.has_parts(RWKV7Projection, Update, HeadNorm, Bonus, PrecomputedGate):
             return None
+        if type(self.shift) is not TokenShift or not is_plain(self.shift):
+            return None
         _, _, head_norm, bonus, gate = call.parts.values()
         assert isinstance(head_norm, HeadNorm) and isinstance(bonus, Bonus) and isinstance(gate, PrecomputedGate)
         maps = [self.to_r, self.to_k, self.to_v]
