@@ -81,6 +81,14 @@ def test_a_token_equals_its_equations(kind, full, dtype):
 
 
 @needs_triton
+def test_rows_may_be_unequally_far_apart():
+    call = case("hgrn", 3, 20, torch.float32)
+    call = call._replace(decays=call.decays.contiguous())
+    reference = expected(call)[0]
+    torch.testing.assert_close(rotating_step_(call)[0].double(), reference, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
 @pytest.mark.parametrize("kind", ["lru", "hgrn"])
 def test_the_operator_passes_opcheck(kind):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")

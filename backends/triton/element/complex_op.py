@@ -57,7 +57,7 @@ def _step(*arguments: Any) -> Tensor:
     tensors = step_tensors(call, ("x", "factor", "gate"), ("states",)) | {"o": o}
     NP = power_of_two(N)
     BD = min(max(1, _STATES // NP), power_of_two(D))
-    X, FACTOR, GATE = (0 if tensors[name] is None else tensors[name].stride(0) for name in ("x", "factor", "gate"))
+    X, FACTOR, GATE = (-1 if tensors[name] is None else tensors[name].stride(0) for name in ("x", "factor", "gate"))
     traits = ComplexTraits(D, N, NP, BD, _ROWS, X, FACTOR, GATE, call.gelu)
     with torch.cuda.device_of(call.x):
         run = launcher(complex_step_kernel, tensors, {"traits": traits}, Options(_WARPS))

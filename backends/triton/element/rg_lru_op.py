@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
@@ -18,6 +18,7 @@ from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 _ROWS, _CHANNELS, _WARPS = 16, 32, 4  # of a program
 _INPUTS = {torch.float32: 16}  # of one of its products; in 16 bits 128
+_MOST_PRODUCTS = 16
 
 
 class RGLRUCall(NamedTuple):
@@ -29,6 +30,11 @@ class RGLRUCall(NamedTuple):
     bias: Tensor
     L: Tensor
     states: Tensor
+
+
+def takes_block(width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes blocks of this width. It is unrolled, and takes long to compile for wide ones."""
+    return width <= _MOST_PRODUCTS * _INPUTS.get(dtype, 128)
 
 
 def rg_lru_step_(call: RGLRUCall) -> Tensor:
@@ -44,6 +50,7 @@ def _step(*arguments: Any) -> Tensor:
     call, o = RGLRUCall(*arguments), _fake(*arguments)
     (B, C), W = call.u.shape, call.weight.shape[-1]
     tensors = step_tensors(call, ("u", "gate"), ("states",)) | {"o": o}
+    rows_equally_apart(tensors, ("u", "gate"))
     overlap = architecture(device_spec(device_of(call.u).index)) == "sm90"
     most = (_CHANNELS, _INPUTS.get(call.u.dtype, 128))
     channels, inputs = (max(16, min(size, power_of_two(W))) for size in most)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
@@ -26,8 +26,8 @@ class RotatingCall(NamedTuple):
     """The operator's arguments: tensors as of `rotating_step_kernel`.
 
     Args:
-        kind: "lru", "s5" (zero-order hold) or "hgrn". decays, gates, norm_weight: None but of hgrn. scale:
-            None of hgrn. magnitude: None: no floor (hgrn). position: None: the number of tokens before.
+        kind: "lru", "s5" (zero-order hold) or "hgrn". decays, gates, norm_weight: given for hgrn only; scale: for the
+            others only. magnitude: None: no floor (hgrn). position: None: the number of tokens before.
         x, feedthrough: None: there is no feedthrough. states: [B, C, 1, 2].
     """
 
@@ -60,6 +60,7 @@ def _step(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, (o, direct) = RotatingCall(*arguments), _fake(*arguments)
     (B, C), (_, D) = call.states.shape[:2], direct.shape
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o, "direct": direct}
+    rows_equally_apart(tensors, _OF_TOKEN)
     overlap = architecture(device_spec(device_of(call.values).index)) == "sm90"
     traits = RotatingTraits(
         KIND=call.kind, C=C, BC=power_of_two(C), D=D, BD=power_of_two(max(1, D)), STRIDE=tensors["values"].stride(0),

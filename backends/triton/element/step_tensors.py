@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import mark_written
@@ -23,6 +24,14 @@ def step_tensors(call: Any, rows_apart: Sequence[str], in_place: Sequence[str]) 
         else:
             tensors[name] = x.contiguous() if name in in_place else ready(x)
     return tensors
+
+
+def rows_equally_apart(tensors: dict[str, Any], names: Sequence[str]) -> None:
+    """Copy these tensors if their rows are not equally far apart, for kernels with one stride for all of them."""
+    given = {name: tensors[name] for name in names if tensors[name] is not None}
+    if len({x.stride(0) for x in given.values()}) > 1:
+        columns = torch.cat(list(given.values()), 1).split([x.shape[1] for x in given.values()], 1)
+        tensors.update(zip(given, columns, strict=True))
 
 
 def finish(call: Any, tensors: dict[str, Any], in_place: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
@@ -48,6 +48,7 @@ def _step(*arguments: Any) -> Tensor:
     call, o = WKVCall(*arguments), _fake(*arguments)
     (B, C), D = call.k.shape, call.x.shape[1]
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
+    rows_equally_apart(tensors, _OF_TOKEN)
     block = min(_CHANNELS, power_of_two(C))
     blocks = cdiv(C, block)
     overlap = architecture(device_spec(device_of(call.k).index)) == "sm90"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.gemv import Convolution
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
-from deltazoo.backends.triton.element.rg_lru_op import RGLRUCall, rg_lru_step_
+from deltazoo.backends.triton.element.rg_lru_op import RGLRUCall, rg_lru_step_, takes_block
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, convolves
 from deltazoo.mixers.core.mixer import Context
@@ -78,6 +78,8 @@ class RGLRUGate(OperandPart, HasFlops, TokenStep):
 
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
         if not call.has_parts(ChannelProjection, RGLRUGate, Update, OutputGate) or self.weight.dtype != call.x.dtype:
+            return None
+        if not takes_block(self.weight.shape[-1], call.x.dtype):
             return None
         project, _, _, gate = call.parts.values()
         assert isinstance(project, ChannelProjection) and isinstance(gate, OutputGate)

@@ -96,7 +96,7 @@ class S5Decay(OperandPart):
         return inputs._replace(v=v.to(inputs.v.dtype), log_decay=log_decay), None, {"frequency": frequency}
 
     def step_parameters(self) -> tuple[str, Tensor, Tensor, Tensor] | None:
-        """Return the kind, magnitude, angle and scale of a `RotatingCall`; None: no kernel discretises so."""
+        """Return the kind, magnitude, angle and scale of a `RotatingCall`; None: no zero-order hold."""
         return ("s5", self.log_real, self.imaginary, self.log_dt) if self.discretisation == "zoh" else None
 
     def extra_repr(self) -> str:

@@ -38,7 +38,7 @@ class ComplexTraits(NamedTuple):
 
     Args:
         D, N: sizes. NP: N as a power of two. BD: channels, and ROWS: rows of a program.
-        X, FACTOR, GATE: elements from row to row of x, factor and gate; 0: there is no factor, or gate.
+        X, FACTOR, GATE: elements from row to row of x, factor and gate; -1: there is no factor, or gate.
         GELU: whether the output passes a GELU.
     """
 
@@ -101,9 +101,9 @@ def complex_step_kernel(
         next_im = tl.load(later + N, mask=in_later, other=0.0)
         in_row = (d < D) & in_rows
         channel = tl.load(x + row * traits.X + d, mask=in_row, other=0.0).to(tl.float32)
-        if traits.FACTOR > 0:
+        if traits.FACTOR >= 0:
             channel *= tl.load(factor + row * traits.FACTOR + d, mask=in_row, other=0.0).to(tl.float32)
-        if traits.GATE > 0:
+        if traits.GATE >= 0:
             g = tl.load(gate + row * traits.GATE + d, mask=in_row, other=0.0).to(tl.float32)
         value = channel[:, None]
         p = tl.load(position + row, mask=in_rows, other=0)
@@ -120,7 +120,7 @@ def complex_step_kernel(
         out = tl.sum(q_re * re - q_im * im, 1) + bypass * channel
         if traits.GELU:
             out *= 0.5 * (1.0 + tl.erf(0.7071067811865476 * out))
-        if traits.GATE > 0:
+        if traits.GATE >= 0:
             out *= g
         tl.store(state, re, mask=in_state)
         tl.store(state + N, im, mask=in_state)
