@@ -5,9 +5,11 @@ ranks, the shares are the gradient, as for parameters under DDP and FSDP2.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.plan import ContextPlan, Links
@@ -68,23 +70,32 @@ def gather_ranks(x: Tensor, plan: ContextPlan) -> Tensor:
 def gather_pieces(x: Tensor, plan: ContextPlan) -> Tensor:
     """Return x [P, ...] of all ranks in the order of the line, [G, ...]."""
     gathered = gather_ranks(x, plan)
-    if plan.order == tuple(range(len(plan.order))):
-        return gathered
-    return torch.stack([gathered[i] for i in plan.order])
+    return reordered(gathered, plan.order)
+
+
+def reordered(pieces: Tensor, order: Sequence[int]) -> Tensor:
+    """Return pieces[order], without a copy if that is their order."""
+    return pieces if list(order) == list(range(len(order))) else torch.stack([pieces[i] for i in order])
 
 
 def gather_line(x_1TC: Tensor, plan: ContextPlan) -> Tensor:
     """Return the tokens x [1, T, ...] of all ranks in the order of the line, [1, tokens of all documents, ...]."""
-    longest = max(plan.sizes)
-    if all(size == longest for size in plan.sizes):
-        pieces = gather_pieces(torch.unflatten(x_1TC[0], 0, (len(plan.local), longest)), plan)
+    return joined_pieces(gather_pieces(padded_pieces(x_1TC, plan.local_sizes, plan), plan), plan.sizes)
+
+
+def padded_pieces(x_1TC: Tensor, sizes: Sequence[int], plan: ContextPlan) -> Tensor:
+    """Return tokens [1, sum of sizes, ...] as pieces [len(sizes), longest piece of all ranks, ...], padded with 0."""
+    longest, x = max(plan.sizes), x_1TC[0]
+    if all(size == longest for size in sizes):
+        return torch.unflatten(x, 0, (len(sizes), longest))
+    return torch.stack([F.pad(piece, [0, 0] * (x.dim() - 1) + [0, longest - len(piece)]) for piece in x.split(sizes)])
+
+
+def joined_pieces(pieces: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the tokens [1, sum of sizes, ...] of padded pieces: the inverse of `padded_pieces`."""
+    if all(size == pieces.shape[1] for size in sizes):
         return pieces.flatten(0, 1)[None]
-    padded = [
-        torch.cat([piece, piece.new_zeros(longest - piece.shape[0], *piece.shape[1:])])
-        for piece in x_1TC[0].split(plan.local_sizes)
-    ]
-    pieces = gather_pieces(torch.stack(padded), plan)
-    return torch.cat([piece[:size] for piece, size in zip(pieces, plan.sizes, strict=True)])[None]
+    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])[None]
 
 
 def take_local(line_1LC: Tensor, plan: ContextPlan) -> Tensor:

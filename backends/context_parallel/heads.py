@@ -4,14 +4,14 @@ For operators whose state is not combined from the maps of pieces: they run on t
 H heads, n ranks, H' = ceil(H / n) heads of a rank, T tokens of this rank, L tokens of all documents
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.context_parallel.exchange import gather_ranks
+from deltazoo.backends.context_parallel.exchange import gather_ranks, joined_pieces, padded_pieces, reordered
 from deltazoo.backends.context_parallel.plan import ContextPlan
 
 _ops = torch.ops._c10d_functional
@@ -35,7 +35,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class HeadShare(NamedTuple):
-    """This rank's share of H heads, at the tokens of all ranks. Without a plan all methods return what they are given.
+    """The share of H heads that this rank computes at the tokens of all ranks. Without a plan it has all heads.
 
     A tensor may have g H heads, as queries that share keys: consecutive g heads then stay together. Where n does not
     divide H, the last heads of some ranks are 0.
@@ -58,27 +58,27 @@ class HeadShare(NamedTuple):
             pieces = self._exchange(torch.cat(by_head, 3), self.plan)
             parts = pieces.split([x.shape[3] for x in by_head], 3)
             for (i, x), part in zip(given.items(), parts, strict=True):
-                line = torch.cat([part[j, :size] for j, size in zip(self.plan.order, self.plan.sizes, strict=True)])
-                result[i] = torch.unflatten(line, 2, (x.shape[2] // self.heads, *x.shape[3:])).flatten(1, 2)[None]
+                line = joined_pieces(part, self.plan.sizes)
+                result[i] = torch.unflatten(line, 3, (x.shape[2] // self.heads, *x.shape[3:])).flatten(2, 3)
         return result
 
     def _exchange(self, x_1THC: Tensor, plan: ContextPlan) -> Tensor:
-        """Return this rank's heads of the gathered pieces, [n P, tokens of the longest piece, H', C]."""
-        pieces_PTHC = self._padded(_padded_pieces(x_1THC[0], plan.local_sizes, plan), 2, plan)
+        """Return this rank's heads of all pieces in the order of the line, [G, tokens of the longest piece, H', C]."""
+        pieces_PTHC = self._padded(padded_pieces(x_1THC, plan.local_sizes, plan), 2, plan)
         shares = torch.unflatten(pieces_PTHC, 2, (plan.ranks, -1)).movedim(2, 0)
         received: Tensor = _AllToAll.apply(shares, plan.group)
-        return received.flatten(0, 1)
+        return reordered(received.flatten(0, 1), plan.order)
 
     def gather(self, y: Tensor) -> Tensor:
         """Return all heads of this rank's tokens, [1, T, g H, ...], from this rank's heads [1, L, g H', ...]."""
         plan = self.plan
         if plan is None:
             return y
-        in_line = _padded_pieces(y[0], plan.sizes, plan)
-        pieces = torch.stack([in_line[plan.order.index(i)] for i in range(len(plan.order))])
+        by_rank = [plan.order.index(i) for i in range(len(plan.order))]
+        pieces = reordered(padded_pieces(y, plan.sizes, plan), by_rank)
         received: Tensor = _AllToAll.apply(torch.unflatten(pieces, 0, (plan.ranks, -1)), plan.group)
         pieces_PTHC = received.movedim(0, 2).flatten(2, 3)[:, :, : self._real(y.shape[2], plan)]
-        return torch.cat([piece[:size] for piece, size in zip(pieces_PTHC, plan.local_sizes, strict=True)])[None]
+        return joined_pieces(pieces_PTHC, plan.local_sizes)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's heads of a parameter or a state that has all heads in dimension `dim`."""
@@ -102,11 +102,3 @@ class HeadShare(NamedTuple):
     def _real(self, own: int, plan: ContextPlan) -> int:
         """Return g H. Args: own: g H'."""
         return own // -(-self.heads // plan.ranks) * self.heads
-
-
-def _padded_pieces(x: Tensor, sizes: Sequence[int], plan: ContextPlan) -> Tensor:
-    """Return tokens [sum of sizes, ...] as pieces [len(sizes), longest piece of all ranks, ...], padded with zeros."""
-    longest = max(plan.sizes)
-    if all(size == longest for size in sizes):
-        return torch.unflatten(x, 0, (len(sizes), longest))
-    return torch.stack([F.pad(piece, [0, 0] * (x.dim() - 1) + [0, longest - len(piece)]) for piece in x.split(sizes)])

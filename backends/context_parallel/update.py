@@ -47,7 +47,7 @@ def _carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan)
     if out is not None:
         return out
     if bound.spec.decay == "rate" or not plan.sizes:
-        second = bound(inputs._replace(state=carried_states(bound, inputs._replace(state=state), plan)))
+        second = bound(inputs._replace(state=_carried_states(bound, inputs._replace(state=first), plan)))
         return second._replace(o=connected(second.o, second.state, inputs.q))
     if bound.spec.transition == "additive":
         return _read_with_decays(bound, inputs._replace(state=None if state is None else first), plan)
@@ -57,7 +57,13 @@ def _carried_update(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan)
 def carried_states(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
     """Return the state before each local segment [N, HV, K, V]. Args: as for `carried_update`."""
     first = first_states(inputs.state, _no_states(inputs, plan), plan)
-    inputs = inputs._replace(state=first, cu_seqlens=plan.operator_bounds)
+    return _carried_states(bound, inputs._replace(state=first, cu_seqlens=plan.operator_bounds), plan)
+
+
+def _carried_states(bound: BoundUpdate, inputs: UpdateInputs, plan: ContextPlan) -> Tensor:
+    """As `carried_states`. Args: inputs: with the bounds of the segments, and their states if no rank precedes."""
+    first = inputs.state
+    assert first is not None
     if bound.spec.transition == "additive":
         decays = _span_decays(bound, inputs, plan.tail_spans)
         states = incoming(_tails(bound(inputs), inputs, plan), decays, scale_state, plan)
