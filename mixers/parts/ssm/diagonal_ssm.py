@@ -125,7 +125,7 @@ class DiagonalSSM(nn.Module):
     def step_(
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context, around: Around
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Decode a token per row by a kernel, in place, with what is around the filter. None: it does not run.
+        """Decode one token per row by the kernel, with the gates around the filter; None: it does not run.
 
         The caller guarantees that a call of the module runs only `forward` (`is_plain`).
         """
