@@ -28,10 +28,12 @@ def only_process(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is created.
 
     The operating system releases the lock of a process that ends, however it ends. The name of the process is in a file
-    of its own, because a process that tries to lock a file may empty it.
+    of its own, because a process that tries to lock a file may empty it. At the end the lock is removed, and each
+    folder that was created for it and is still empty, as after a refused command.
 
     Raises: ConfigError: another process has the lock, which the message names; the folder cannot be written.
     """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(output_folder(folder) / LOCK, timeout=_PATIENCE)
     with file_errors("lock", folder):
         try:
@@ -48,9 +50,13 @@ def only_process(folder: Path) -> Iterator[None]:
             (folder / OWNER).write_text(owner.model_dump_json() + "\n", encoding="utf-8")
         yield
     finally:
-        with suppress(OSError):
-            (folder / OWNER).unlink(missing_ok=True)
+        for name in (OWNER, LOCK):  # before the release: else the lock of the next process could be removed
+            with suppress(OSError):  # Windows removes a locked file in the release
+                (folder / name).unlink(missing_ok=True)
         lock.release()
+        with suppress(OSError):
+            for path in created:
+                path.rmdir()
 
 
 def _owner(folder: Path) -> str:

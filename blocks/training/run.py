@@ -39,7 +39,7 @@ from deltazoo.blocks.training.source import Place, Rows, RowSource
 from deltazoo.blocks.training.step import Figures, Pending, Stepper
 from deltazoo.blocks.training.validation import validate
 from deltazoo.blocks.training.warm_up import compile_with_progress
-from deltazoo.blocks.training.watching import recurrent_statistics
+from deltazoo.blocks.training.watching import check_watchable, recurrent_statistics
 
 _log = logging.getLogger("deltazoo")
 
@@ -82,6 +82,8 @@ class Run:
         self.objective = LossTerms(model, config.z_loss)
         dtype = torch.bfloat16 if config.precision == "bfloat16" else None
         self.module = wrap(self.objective, list(model.stack.layers), ranks, config.parallel, dtype)
+        if config.logging.watch:
+            check_watchable(model)
         self.optimizer = Optimizer(model, config.optimizer, fsdp)
         context = None
         if config.parallel.context > 1:

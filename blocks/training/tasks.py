@@ -41,7 +41,6 @@ from deltazoo.blocks.training.records import Change, Point, Training, in_order, 
 from deltazoo.blocks.training.rules import differences, refused
 from deltazoo.blocks.training.run import Run
 from deltazoo.blocks.training.source import open_source, source_of_run
-from deltazoo.blocks.training.watching import check_watchable
 
 _log = logging.getLogger("deltazoo")
 
@@ -114,9 +113,9 @@ def train(
         if place is not None:
 
             def create() -> None:
+                check_run(model, source, config, place)
                 checkpoint.create(place, spec, run.settings)
                 copy_tokenizer(source, place)
-                check_run(model, source, config, place)
 
             ranks.first(create)
         return _trained(run, until, progress, on_point)
@@ -244,8 +243,6 @@ def _trained(
 ) -> Training:
     if not run.ranks.is_first:
         progress = silent
-    if run.config.logging.watch:
-        check_watchable(run.model)
     try:
         training = run.train(until, progress or ProgressLines(), on_point)
     finally:

@@ -327,12 +327,13 @@ def test_what_would_fail_later_fails_before_the_first_step(sums, text, tmp_path,
     with pytest.raises(
         ConfigError, match=r"the checkpoints need .* has 1,000\.0 B free: lower checkpoint\.keep, got 2"
     ):
-        train(text, CONFIG, tmp_path / "full")
+        train(text, CONFIG, tmp_path / "new" / "full")
     with pytest.raises(ConfigError, match="must be encoded first: deltazoo data"):
         train(tmp_path / "a.jsonl", CONFIG)
     small = StackSpec(width=16, depth=1, vocab=100, pattern="attention(heads=1)")
     with pytest.raises(ConfigError, match="vocab must be at least 256 to train on these data, got 100"):
-        train(sums, CONFIG, spec=small)
+        train(sums, CONFIG, tmp_path / "run", spec=small)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
 
 
 def test_tensorboard_gets_every_figure_of_a_point(text, tmp_path):
