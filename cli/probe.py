@@ -91,6 +91,7 @@ def command(
         _write_pages(pages, out)
         return
     from deltazoo.backends.io.errors import ConfigError, unknown_name
+    from deltazoo.backends.io.progress import silent
     from deltazoo.blocks.probes.claims import CLAIMS
     from deltazoo.blocks.probes.pages import page
     from deltazoo.blocks.probes.report import environments, position_table, score_table
@@ -120,7 +121,9 @@ def command(
     check_outputs(plot=plot)
     config = ProbeConfig(budget=budget, seeds=seeds, device=device, workers=workers)
     with progress() as report_progress:
-        result = probe(products, out, config, report_progress, None if as_json or claim else _print_run)
+        result = probe(
+            products, out, config, silent if as_json else report_progress, None if as_json or claim else _print_run
+        )
     if plot is not None:
         draw(result.runs, plot)
     if as_json:

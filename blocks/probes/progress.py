@@ -79,6 +79,16 @@ class Member:
             if is_last or min(final) >= SOLVED:
                 self.accuracy, self.bits = (dict(zip(task.lengths, each, strict=True)) for each in (final, bits))
 
+    def note(self) -> str:
+        """Describe the progress. On a GPU the loss is that of the last evaluation, because a read waits for steps."""
+        trainer = self.trainer
+        losses = [point.loss for point in self.curve[-1:]] if trainer.is_cuda else [trainer.last_loss()]
+        loss = "".join(f"loss {each:.3f}, " for each in losses)
+        return (
+            f"rate {self.rate:g}, seed {self.seed}, step {trainer.step:,} of {trainer.task.steps:,}, {loss}"
+            f"{self.seconds:.0f} s"
+        )
+
 
 class CellInProgress:
     """The runs of a mixer on a task: every rate with seed 0, then the other seeds at the best rate.

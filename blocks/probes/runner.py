@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from deltazoo.blocks.probes.records import Run, has_settings
 from deltazoo.blocks.probes.tasks import task as task_of
 
 _PROCESSES_PER_GPU = 4  # some compile while others train
+_POLL, _REPORT = 1.0, 10.0  # seconds between two notes of a process, and between two that the caller gets
 _SPENT = "the budget is spent; the same command continues"
 
 
@@ -82,12 +84,15 @@ class _Job(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The new runs of a cell; problem: why it is not complete."""
+    """The end of a cell; problem: why it is not complete."""
 
     name: str
-    runs: list[Run]
     problem: str | None
     setup_seconds: float
+
+
+_Report = str | Run | _Result  # a note about the run in progress, a finished run, or the end of a cell
+_worker_queue: "list[SimpleQueue[_Report]]" = []  # of a worker process, to the one that started it
 
 
 def probe(
@@ -104,6 +109,7 @@ def probe(
 
     Args:
         products: (mixers, tasks): names or hybrid patterns, see `probe_stack`, and each of the tasks for them.
+        progress: called at the end of each cell, and every ten seconds with the step and the loss of a run.
         on_run: called with each run when it is finished.
     Raises: ConfigError, PatternError, UnknownNameError: before the first run.
     """
@@ -128,40 +134,53 @@ def probe(
     workers = config.workers or (_PROCESSES_PER_GPU * _gpus(config) if is_gpu else os.cpu_count() or 1)
     problems: list[tuple[str, str]] = []
     setup_seconds = 0.0
-    for ended, result in enumerate(_results([*groups.values()], workers), 1):
-        done = [*done, *result.runs]
-        setup_seconds += result.setup_seconds
-        problems += [(result.name, result.problem)] if result.problem else []
-        if on_run is not None:
-            for run in result.runs:
-                on_run(run)
-        progress("probing", ended, len(jobs))
+    ended, reported = 0, time.monotonic()
+    progress("probing", 0, len(jobs))
+    for report in _reports([*groups.values()], workers):
+        if isinstance(report, Run):
+            done = [*done, report]
+            if on_run is not None:
+                on_run(report)
+        elif isinstance(report, _Result):
+            ended += 1
+            setup_seconds += report.setup_seconds
+            problems += [(report.name, report.problem)] if report.problem else []
+            progress("probing", ended, len(jobs))
+        elif time.monotonic() - reported >= _REPORT:
+            reported = time.monotonic()
+            progress("probing", ended, len(jobs), report)
     return Probe([run for run in done if (run.task, run.mixer) in wanted], problems, setup_seconds)
 
 
-def _results(groups: list[list[_Job]], workers: int) -> Iterator[_Result]:
+def _reports(groups: list[list[_Job]], workers: int) -> Iterator[_Report]:
     """Train cells in processes of one thread each, or one cell after the other with all threads.
 
     A process trains all cells of a group, for which it compiles once.
     """
     workers = min(workers, len(groups))
     if workers <= 1:
-        yield from (_run_cell(job) for group in groups for job in group)
+        for group in groups:
+            for job in group:
+                yield from _run_cell(job)
         return
     context, waiting, gpus = get_context("spawn"), list(groups), _gpus(groups[0][0].config)
+    queue: SimpleQueue[_Report] = context.SimpleQueue()
     running: dict[Future[_Result], tuple[ProcessPoolExecutor, list[_Job]]] = {}
     with ExitStack() as stack:
         for number in range(workers):
-            begin = (number % gpus if gpus > 1 else None,)
+            begin = (number % gpus if gpus > 1 else None, queue)
             pool = stack.enter_context(ProcessPoolExecutor(1, context, _begin_worker, begin))
             first, *rest = waiting.pop(0)
-            running[pool.submit(_run_cell, first)] = pool, rest
+            running[pool.submit(_run_in_worker, first)] = pool, rest
         while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            ended = wait(running, timeout=_POLL, return_when=FIRST_COMPLETED).done
+            while not queue.empty():
+                yield queue.get()
+            for future in ended:
                 pool, rest = running.pop(future)
                 yield future.result()
                 if group := rest or (waiting.pop(0) if waiting else []):
-                    running[pool.submit(_run_cell, group[0])] = pool, group[1:]
+                    running[pool.submit(_run_in_worker, group[0])] = pool, group[1:]
 
 
 def _gpus(config: ProbeConfig) -> int:
@@ -169,28 +188,43 @@ def _gpus(config: ProbeConfig) -> int:
     return torch.cuda.device_count() if config.device == "cuda" else 1
 
 
-def _begin_worker(gpu: int | None) -> None:
-    """Give a process one thread, for operators and for torch.compile, and one of several GPUs."""
+def _begin_worker(gpu: int | None, queue: "SimpleQueue[_Report]") -> None:
+    """Give a process one thread, for operators and for torch.compile, one of several GPUs, and a way to report."""
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     if gpu is not None:
         torch.cuda.set_device(gpu)
+    _worker_queue.append(queue)
 
 
-def _run_cell(job: _Job) -> _Result:
-    """Train the missing runs of a cell."""
-    cell, new = job.cell(), list[Run]()
+def _run_in_worker(job: _Job) -> _Result:
+    """Train the missing runs of a cell; queue all reports but the last, and return that."""
+    for report in _run_cell(job):
+        if isinstance(report, _Result):
+            return report
+        _worker_queue[0].put(report)
+    raise AssertionError("a cell ends with its result")
+
+
+def _run_cell(job: _Job) -> Iterator[_Report]:
+    """Train the missing runs of a cell, and report about once a second."""
+    cell, reported = job.cell(), time.monotonic()
     while cell.members or cell.pending():
         if time.time() > job.deadline:
-            return _Result(job.name, new, _SPENT, cell.setup_seconds)
+            yield _Result(job.name, _SPENT, cell.setup_seconds)
+            return
         try:
             cell.advance()
         except (DeltazooError, RuntimeError) as error:
-            return _Result(job.name, new, f"{type(error).__name__}: {str(error).splitlines()[0]}", cell.setup_seconds)
+            yield _Result(job.name, f"{type(error).__name__}: {str(error).splitlines()[0]}", cell.setup_seconds)
+            return
         for run in cell.ended():
             records.append(job.path, run)
-            new.append(run)
-    return _Result(job.name, new, None, cell.setup_seconds)
+            yield run
+        if cell.members and time.monotonic() - reported >= _POLL:
+            reported = time.monotonic()
+            yield f"{job.name}: {cell.members[0].note()}"
+    yield _Result(job.name, None, cell.setup_seconds)
 
 
 def _check_settings(runs: Sequence[Run], path: Path) -> None:

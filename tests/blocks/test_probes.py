@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.backends.update import registry
 from deltazoo.blocks.model.compilation import CompiledLayers
-from deltazoo.blocks.probes import claims, pages, records, report, table
+from deltazoo.blocks.probes import claims, pages, records, report, runner, table
 from deltazoo.blocks.probes.model import Decoder, probe_stack
 from deltazoo.blocks.probes.progress import CellInProgress
 from deltazoo.blocks.probes.runner import ProbeConfig, probe
@@ -138,6 +140,26 @@ def test_probe_runs_rates_then_seeds_and_resumes(tmp_path):
     assert len(seen) == 2
     figures = [(run.rate, run.seed, run.accuracy, run.curve) for run in again]
     assert figures == [(run.rate, run.seed, run.accuracy, run.curve) for run in first.runs]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_gets_the_step_and_the_loss_of_runs_that_have_not_ended(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(runner, "_POLL", 0.02)
+    monkeypatch.setattr(runner, "_REPORT", 0.0)
+    monkeypatch.setattr(runner, "_worker_queue", [])
+    monkeypatch.setattr(runner, "_begin_worker", lambda gpu, queue: runner._worker_queue.append(queue))
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", ThreadPoolExecutor)  # a process would import torch for seconds
+    slow = "parity(length=8,lengths=[8],steps=20,batch=4,width=16,rates=[1e-2],evaluation_tokens=256)"
+    reports, seen = [], []
+    config = ProbeConfig(seeds=1, workers=workers)
+    mixers = ["deltanet", "attention"]
+    runs = probe([(mixers, [slow])], tmp_path, config, lambda *report: reports.append(report), seen.append).runs
+    assert len(runs) == 2 and seen == runs
+    assert [report[1] for report in reports] == sorted(report[1] for report in reports)
+    assert [report for report in reports if len(report) == 3] == [("probing", ended, 2) for ended in range(3)]
+    note = r"(deltanet|attention) on parity\(.*\): rate 0.01, seed 0, step \d+ of 20, loss \d\.\d{3}, \d+ s"
+    notes = [report[3] for report in reports if len(report) == 4]
+    assert notes and all(re.fullmatch(note, each) for each in notes)
 
 
 def test_a_rate_that_solves_the_task_ends_the_search(tmp_path):
