@@ -15,6 +15,7 @@ from deltazoo.blocks.data.text import Text, covering_crops, even_crops
 from deltazoo.blocks.model.interface import check_model
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.training.config import BatchConfig, DataConfig, TrainConfig
+from deltazoo.blocks.training.preparation import check_tokenizer
 from deltazoo.blocks.training.source import ByteSource, Place, Rows, RowSource, ShardSource, open_source, source_of_run
 from deltazoo.mixers.core.mixer import Context
 
@@ -68,9 +69,9 @@ def evaluate(
         batch: windows per forward pass; None: as in the run, else 8.
         batches: number of batches: evenly spaced windows of a text, or the first batches of documents; 0: the whole
             validation part, of a text without a last incomplete window; None: as in the run, else 4.
-    Raises: ConfigError: the text is too short, cannot be read or is no longer that of the run, or the vocabulary of the
-        model has fewer tokens than the text; InputError: another type; ValueRangeError: a weight is NaN, so that the
-        cross entropy is not finite.
+    Raises: ConfigError: the text is too short, cannot be read or is no longer that of the run, the vocabulary of the
+        model has fewer tokens than the text, or another tokenizer than the model's encoded it; InputError: another
+        type; ValueRangeError: a weight is NaN, so that the cross entropy is not finite.
     """
     check_model(model)
     run = model.run_settings
@@ -86,6 +87,7 @@ def evaluate(
     if model.spec.vocab < source.least_vocab:
         kind = "bytes" if source.dense else "these documents"
         raise ConfigError(f"vocab must be at least {source.least_vocab} to evaluate on {kind}, got {model.spec.vocab}")
+    check_tokenizer(model, source)
     sizes = config.model_copy(update={"batch": BatchConfig(rows=batch, length=length)})
     with sizes_in_memory_errors(batch=batch, length=length):
         was_training = model.training

@@ -92,6 +92,15 @@ def check_run(model: LanguageModel, source: RowSource, config: TrainConfig, fold
     if model.spec.vocab < source.least_vocab:
         kind = "bytes" if source.dense else "these data"
         raise ConfigError(f"vocab must be at least {source.least_vocab} to train on {kind}, got {model.spec.vocab}")
+    check_tokenizer(model, source)
+    if config.checkpoint.pretrained:
+        choose_family(model.spec, model.origin.model_type if model.origin else None)
+    if folder is not None:
+        _check_disk(folder, model, config)
+
+
+def check_tokenizer(model: LanguageModel, source: RowSource) -> None:
+    """Raise ConfigError if the file of the model's tokenizer is known, and another one encoded the text."""
     if model.tokenizer is not None and (path := model.tokenizer.folder / TOKENIZER).is_file():
         tokenizer = source.shards["train"][0].index.tokenizer if isinstance(source, ShardSource) else None
         if tokenizer is None or tokenizer.digest != hashlib.sha256(path.read_bytes()).hexdigest():
@@ -100,10 +109,6 @@ def check_run(model: LanguageModel, source: RowSource, config: TrainConfig, fold
                 f"{source.origin.source} must be encoded by the tokenizer of the model: deltazoo data SOURCE "
                 f"--tokenizer {path}, got {got}"
             )
-    if config.checkpoint.pretrained:
-        choose_family(model.spec, model.origin.model_type if model.origin else None)
-    if folder is not None:
-        _check_disk(folder, model, config)
 
 
 def _check_memory(spec: StackSpec, config: TrainConfig, device: torch.device, ranks: Ranks) -> None:

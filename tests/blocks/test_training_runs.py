@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import training_cases
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from training_cases import SPEC
 
 import deltazoo
@@ -180,6 +180,27 @@ def test_text_that_is_not_encoded_by_the_tokenizer_of_the_model_is_refused(sums,
         check_run(SPEC.build("reference"), source, CONFIG, None)
         with pytest.raises(ConfigError, match=r"must be encoded by the tokenizer of the model: .*, got bytes"):
             check_run(model, source, CONFIG, None)
+        with pytest.raises(ConfigError, match=r"must be encoded by the tokenizer of the model: .*, got bytes"):
+            deltazoo.evaluate(model, given)
+
+
+def test_evaluation_refuses_documents_of_another_tokenizer_than_the_model_has(tmp_path):
+    for part in ("train", "held-out"):
+        (tmp_path / f"{part}.txt").write_text("red green blue|" * 8)
+    words = ["red", "green", "blue", "<unk>"]
+    for name, order in (("a", words), ("b", words[::-1])):
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(order)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        held_out = (str(tmp_path / "held-out.txt"),)
+        config = ShardConfig(tokenizer=str(tmp_path / name), end="none", separator="|", validation=held_out)
+        write_shards([tmp_path / "train.txt"], tmp_path / name / "data", config, 1)
+    model = SPEC.build("reference")
+    model.tokenizer = read_tokenizer(tmp_path / "a", {}, SPEC.vocab)
+    assert deltazoo.evaluate(model, tmp_path / "a" / "data", 4, 1).tokens > 0
+    with pytest.raises(ConfigError, match=r"must be encoded by the tokenizer of the model: .*, got another tokenizer"):
+        deltazoo.evaluate(model, tmp_path / "b" / "data", 4, 1)
 
 
 def test_muon_updates_the_matrices_of_layers_only_and_resumes(text, tmp_path):
