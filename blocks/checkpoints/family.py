@@ -6,6 +6,7 @@ A package adds a family by an entry point, as deltazoo does for its own:
     my_model_type = "my_package.my_module:MyFamily"
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,11 +16,11 @@ from torch import Tensor
 from deltazoo.backends.io.errors import ConfigError, PluginError, cut
 from deltazoo.backends.update import registry
 from deltazoo.blocks.checkpoints.rules import Rule
+from deltazoo.blocks.checkpoints.values import EPSILON, SIZE, check_mapping, check_value
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers.parts.rope_scaling import RopeScaling
 
 CONFIG = "config.json"
-_ABSENT = object()
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 
 # Fields of any family that do not change the logits. They are written back, except those that describe the file.
@@ -34,24 +35,38 @@ _DESCRIPTIONS = (
 
 
 class HubConfig:
-    """The fields of a config.json. It records which were read, so that none is ignored silently."""
+    """The fields of a config.json. It records which were read, so that none is ignored silently.
 
-    def __init__(self, values: Mapping[str, Any], model_type: str) -> None:
-        self._values, self._model_type = values, model_type
+    Args: place: of the fields in the file, before their names: "attn.".
+    """
+
+    def __init__(self, values: Mapping[str, Any], model_type: str, place: str = "") -> None:
+        self._values, self._model_type, self._place = values, model_type, place
         self._read: dict[str, None] = {}  # in the order of reading
 
     def __getitem__(self, field: str) -> Any:
-        """Return the value of a field. Raises: ConfigError: it is missing."""
-        value = self.get(field, _ABSENT)
-        if value is _ABSENT:
-            raise ConfigError(f"config.json: a model of type {self._model_type!r} needs the field {field}")
+        """Return the value of a field: a number if its name ends with eps, a text if with pattern, else a size.
+
+        Raises: ConfigError: it is missing, or has another type.
+        """
+        example = EPSILON if field.endswith(("eps", "epsilon")) else "" if field.endswith("pattern") else SIZE
+        value = self.get(field, like=example, least=1)
+        if value is None:
+            raise ConfigError(f"config.json: a model of type {self._model_type!r} needs the field {self._place}{field}")
         return value
 
-    def get(self, field: str, default: Any = None) -> Any:
-        """Return the value of a field, or the default if it is missing or null."""
+    def get(self, field: str, default: Any = None, like: Any = None, least: int = 0) -> Any:
+        """Return the value of a field, or the default if it is missing or null.
+
+        Args: like: an example of the type of a field whose default is None; least: of an integer.
+        Raises: ConfigError: the type is not that of the default.
+        """
         self._note(field)
         value = self._values.get(field)
-        return default if value is None else value
+        if value is None:
+            return default
+        check_value(self._place + field, value, like if default is None else default, least)
+        return value
 
     def _note(self, field: str) -> None:
         self._read.pop(field, None)
@@ -65,22 +80,30 @@ class HubConfig:
     def layer_types(self, default: Sequence[str]) -> list[str]:
         """Return `layer_types`, the name of each layer. Raises: ConfigError: they are not `num_hidden_layers` names."""
         depth, types = self["num_hidden_layers"], self.get("layer_types", [*default])
-        if not isinstance(types, list) or len(types) != depth:
+        if len(types) != depth or not all(isinstance(each, str) for each in types):
             raise ConfigError(
-                f"config.json: layer_types must be a list of num_hidden_layers = {depth}, got {cut(types)}"
+                f"config.json: layer_types must be a list of num_hidden_layers = {depth} names, got {cut(types)}"
             )
         return types
 
     def get_or_null(self, field: str, default: Any) -> Any:
         """Return the value of a field, None if it is null, or the default if it is missing."""
         self._note(field)
-        return self._values.get(field, default)
+        value = self._values.get(field, default)
+        if value is not None:
+            check_value(self._place + field, value, default)
+        return value
 
-    def nested(self, field: str, known: Sequence[str]) -> dict[str, Any]:
-        """Return the fields of a mapping in the config, {} if it is missing. Raises: ConfigError: it has others."""
-        values: dict[str, Any] = self.get(field, {})
+    def nested(self, field: str, known: Sequence[str]) -> "HubConfig":
+        """Return the fields of a mapping in the config, none if it is missing. Raises: ConfigError: it has others."""
+        values = self._mapping(field)
         if unknown := [name for name in values if name not in known]:
             raise ConfigError(f"config.json: {field} with {', '.join(unknown)} is not supported")
+        return HubConfig(values, self._model_type, f"{field}.")
+
+    def _mapping(self, field: str) -> dict[str, Any]:
+        values: dict[str, Any] = self.get(field, {})
+        check_mapping(field, values)
         return values
 
     def require(self, **expected: Any) -> None:
@@ -93,7 +116,7 @@ class HubConfig:
             actual = self._values.get(field)
             if actual is not None and actual != value:
                 raise ConfigError(
-                    f"config.json: {field} must be {value!r} for a model of type {self._model_type!r}, "
+                    f"config.json: {self._place}{field} must be {value!r} for a model of type {self._model_type!r}, "
                     f"got {cut(actual)}; deltazoo has no other form of it"
                 )
 
@@ -109,12 +132,22 @@ class HubConfig:
             "rope_theta": self.get_or_null("rope_theta", theta),
             "partial_rotary_factor": self.get("partial_rotary_factor", fraction),
         }
-        old, new = self.get("rope_scaling"), self.get("rope_parameters")
-        parameters: dict[str, Any] = old or new or {}
+        old, new = self._mapping("rope_scaling"), self._mapping("rope_parameters")
+        parameters = old or new
         given |= {field: x for field, x in parameters.items() if field in given}
+        for field, x in given.items():
+            if x is not None or field != "rope_theta":
+                check_value(field, x, theta)
         base = given["rope_theta"]
         if base is None and not optional:
             raise ConfigError("config.json: rope_theta must be a number, got null")
+        if base is not None and base <= 1:
+            raise ConfigError(f"config.json: rope_theta must be greater than 1, got {base}")
+        if not 0 < given["partial_rotary_factor"] <= 1:
+            raise ConfigError(
+                "config.json: partial_rotary_factor must be greater than 0 and at most 1, got "
+                f"{given['partial_rotary_factor']}"
+            )
         fields: dict[str, Any] = {
             "rotary_theta": None if base is None else float(base),
             "rotary_fraction": float(given["partial_rotary_factor"]),
@@ -133,8 +166,10 @@ class HubConfig:
 
     def step_limits(self) -> tuple[float, float | None]:
         """Return `step_limits` of `Mamba2` from the field time_step_limit."""
-        low, high = self.get("time_step_limit", [0.0, INFINITY])
-        return float(low), None if high in (INFINITY, float("inf")) else float(high)
+        limits = self.get("time_step_limit", like=[]) or [0.0, INFINITY]
+        open_end = len(limits) == 2 and limits[1] in (INFINITY, math.inf)
+        check_value("time_step_limit", [limits[0], 0.0] if open_end else limits, [0.0, 0.0])
+        return float(limits[0]), None if open_end else float(limits[1])
 
     def kept(self) -> dict[str, Any]:
         """Return the fields without effect on the logits that a saved folder keeps."""
@@ -212,8 +247,12 @@ def read_config(values: Mapping[str, Any]) -> tuple[str, HubConfig]:
     """
     model_type = values.get("model_type")
     if model_type is None and {"d_model", "n_layer", "ssm_cfg"} <= values.keys():  # state-spaces has no types
-        kind = (values["ssm_cfg"] or {}).get("layer", "Mamba1")
-        model_type = {"Mamba1": "state_spaces_mamba", "Mamba2": "state_spaces_mamba2"}.get(kind)
+        layer = values["ssm_cfg"] or {}
+        check_mapping("ssm_cfg", layer)
+        kind = layer.get("layer", "Mamba1")
+        if kind not in ("Mamba1", "Mamba2"):
+            raise ConfigError(f"config.json: ssm_cfg.layer must be 'Mamba1' or 'Mamba2', got {cut(kind)}")
+        model_type = {"Mamba1": "state_spaces_mamba", "Mamba2": "state_spaces_mamba2"}[kind]
     if not isinstance(model_type, str) or ":" in model_type:
         raise ConfigError(f"config.json: model_type must be the name of a family, got {cut(model_type)}")
     nested = family(model_type).nested

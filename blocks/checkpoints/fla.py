@@ -4,10 +4,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import decoder, parts
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Packed, Rule, Side, rule, under
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -52,7 +52,7 @@ class Fla(Family):
         if attends:
             layers["attention"] = _attention(fields)
         names = ["attention" if i in attends else "linear" for i in range(config["num_hidden_layers"])]
-        width, ratio = config["hidden_size"], config.get("hidden_ratio", 4)
+        width, ratio = config["hidden_size"], config.get("hidden_ratio", 4.0)
         hidden = config.get("intermediate_size", 256 * -(-int(width * ratio * 2 / 3) // 256))
         return {
             "width": width,
@@ -128,13 +128,12 @@ def expansions(shape: HeadShape, width: int) -> dict[str, Any]:
     }
 
 
-def _attention(fields: dict[str, Any]) -> Attention | SlidingWindow:
-    if fields.get("qkv_bias") or fields.get("qk_norm"):
-        raise ConfigError("config.json: attn.qkv_bias and attn.qk_norm must be false: they are not supported")
-    heads, theta = fields["num_heads"], fields.get("rope_theta") or 10000.0
-    sizes = {"heads": heads, "key_value_heads": fields.get("num_kv_heads") or heads, "rotary_theta": float(theta)}
-    if fields.get("window_size"):
-        return SlidingWindow(**sizes, window=fields["window_size"])
+def _attention(fields: HubConfig) -> Attention | SlidingWindow:
+    fields.require(qkv_bias=False, qk_norm=False)
+    heads, theta = fields["num_heads"], fields.get("rope_theta", 10000.0)
+    sizes = {"heads": heads, "key_value_heads": fields.get("num_kv_heads", heads), "rotary_theta": float(theta)}
+    if window := fields.get("window_size", like=SIZE):
+        return SlidingWindow(**sizes, window=window)
     return Attention(**sizes)
 
 

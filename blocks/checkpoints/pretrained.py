@@ -54,11 +54,12 @@ def read_spec(folder: str | Path) -> Source:
     found = family(model_type)
     try:
         spec = StackSpec(**found.stack(config))
-    except DeltazooError:
-        raise
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # of a wrong value
+        if isinstance(error, DeltazooError) and str(error).startswith("config.json"):
+            raise
+        problem = str(error) if isinstance(error, DeltazooError) else f"a field has a wrong value: {error}"
         raise ConfigError(
-            f"{Path(folder) / CONFIG}: a field has a wrong value: {error}; the last fields read: {config.last_read()}"
+            f"{Path(folder) / CONFIG}: {problem.rstrip('.')}; the last fields read: {config.last_read()}"
         ) from error
     config.check_all_read((*found.ignored, "quantization_config"))
     return Source(spec, found, Origin(found.written_as or model_type, config.kept()), read_blocks(values))

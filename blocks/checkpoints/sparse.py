@@ -5,6 +5,7 @@ from typing import Any
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import decoder
 from deltazoo.blocks.checkpoints.family import HubConfig
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -41,8 +42,8 @@ def mlps(config: HubConfig, scale: float, groups: int, active_groups: int) -> di
     """Return both MLPs, with the field names of the hub and those of transformers. Args: defaults of the family."""
     expert = config["moe_intermediate_size"]
     sparse = MoE(
-        experts=config.get("num_experts") or config["num_local_experts"],
-        active=config.get("num_experts_per_token") or config["num_experts_per_tok"],
+        experts=config.get("num_experts", like=SIZE) or config["num_local_experts"],
+        active=config.get("num_experts_per_token", like=SIZE) or config["num_experts_per_tok"],
         width=expert,
         scores="sigmoid",
         selection_bias=True,
@@ -62,7 +63,8 @@ def layers(
     """Return the pattern and the layers of a stack. Args: attends, dense: the defaults of the lists of layer types."""
     kinds = config.layer_types([FULL if full else LINEAR for full in attends])
     first = config.get("first_k_dense_replace", dense)
-    mlp_kinds = config.get("mlp_layer_types") or ["dense" if i < first else "sparse" for i in range(len(kinds))]
+    default = ["dense" if i < first else "sparse" for i in range(len(kinds))]
+    mlp_kinds = config.get("mlp_layer_types", like=[]) or default
     places = [*zip(kinds, mlp_kinds, strict=True)]
     named = {f"{kind}_{mlp}": LayerSpec(mixer=mixers[kind], mlp=mlps[mlp]) for kind, mlp in places}
     return {"pattern": " + ".join("_".join(place) for place in places), "layers": named}

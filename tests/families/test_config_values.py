@@ -155,7 +155,11 @@ DEPTH = "layer_types must be a list of num_hidden_layers = 3"
 @pytest.mark.parametrize(
     ("name", "fields", "sentence"),
     [
-        ("qwen3_next", {"full_attention_interval": 0, "layer_types": None}, "full_attention_interval = 0"),
+        (
+            "qwen3_next",
+            {"full_attention_interval": 0, "layer_types": None},
+            "full_attention_interval must be an integer of at least 1, got 0",
+        ),
         (
             "qwen3_next",
             {"layer_types": ["linear_attention"] * 2},
@@ -163,14 +167,14 @@ DEPTH = "layer_types must be a list of num_hidden_layers = 3"
         ),
         ("qwen3", {"layer_types": ["full_attention"] * 2}, DEPTH),
         ("kimi_linear", {"layer_types": ["full_attention"]}, DEPTH),
-        ("lfm2", {"layer_types": "conv"}, DEPTH),
+        ("lfm2", {"layer_types": "conv"}, "layer_types must be a list, got 'conv'"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, DEPTH),
         ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling = 0"),
-        ("jamba", {"attn_layer_period": 0}, "attn_layer_period = 0"),
-        ("falcon_h1", {"mlp_multipliers": 3}, "mlp_multipliers = 3"),
-        ("falcon_h1", {"ssm_multipliers": [1]}, "ssm_multipliers = [1]"),
-        ("mamba2", {"time_step_limit": 5}, "time_step_limit = 5"),
-        ("xlstm", {"num_heads": 0}, "num_heads = 0"),
+        ("jamba", {"attn_layer_period": 0}, "attn_layer_period must be an integer of at least 1, got 0"),
+        ("falcon_h1", {"mlp_multipliers": 3}, "mlp_multipliers must be a list of 2 finite numbers, got 3"),
+        ("falcon_h1", {"ssm_multipliers": [1]}, "ssm_multipliers must be a list of 5 finite numbers, got [1]"),
+        ("mamba2", {"time_step_limit": 5}, "time_step_limit must be a list, got 5"),
+        ("xlstm", {"num_heads": 0}, "num_heads must be an integer of at least 1, got 0"),
     ],
 )
 def test_a_field_with_a_wrong_value_is_named(name: str, fields: dict[str, Any], sentence: str, tmp_path: Path) -> None:

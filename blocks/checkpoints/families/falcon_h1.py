@@ -6,6 +6,7 @@ from deltazoo.blocks.checkpoints import decoder, parts, ssd
 from deltazoo.blocks.checkpoints.families.bamba import NAMES
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, under
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -30,7 +31,7 @@ class FalconH1(Family):
         factors = StreamFactors._make(of_inputs * x for x in config.get("ssm_multipliers", [1.0] * 5))
         first = config.get("mamba_norm_before_gate", True)
         norm = config.get("mamba_rms_norm", False) and ("first" if first else True)
-        mamba2 = ssd.mixer(config, config.get("mamba_d_ssm"), norm=norm, factors=factors)
+        mamba2 = ssd.mixer(config, config.get("mamba_d_ssm", like=SIZE), norm=norm, factors=factors)
         of_input = config.get("attention_in_multiplier", 1.0)  # q, k and v have it: the scores its square
         key_scale = config.get("key_multiplier", 1.0) * of_input**2
         attention = decoder.attention(config, key_scale=key_scale, **config.rotary())

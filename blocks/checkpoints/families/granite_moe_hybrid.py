@@ -6,6 +6,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import decoder, ssd
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, renamed
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -43,7 +44,7 @@ class GraniteMoeHybrid(Family):
         pattern = [KINDS.get(kind, kind) for kind in kinds]
         shared, experts = config.get("shared_intermediate_size", 1024), config.get("num_local_experts", 8)
         mlp: Dense | MoE = Dense(width=shared)
-        hidden, active = config.get("intermediate_size"), config.get("num_experts_per_tok", 2)
+        hidden, active = config.get("intermediate_size", like=SIZE), config.get("num_experts_per_tok", 2)
         if experts:
             mlp = MoE(width=hidden, experts=experts, active=active, shared_width=shared)
         return {

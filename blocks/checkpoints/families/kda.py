@@ -15,7 +15,7 @@ class KDA(fla.Fla):
 
     def mixer(self, config: HubConfig) -> kda_mixers.KDA:
         heads = delta_rule.heads(config, 1.0)
-        bound = config.get("lower_bound")
+        bound = config.get("lower_bound", like=-5.0)
         return kda_mixers.KDA(
             **heads,
             gate_rank=heads["value_width"],

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from deltazoo.blocks.checkpoints import decoder, parts, sparse
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, under
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -30,18 +31,20 @@ class KimiLinear(Family):
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(**REQUIRED)
         linear = config.nested("linear_attn_config", HUB_FIELDS)
-        depth, width = config["num_hidden_layers"], linear.get("head_dim") or config["linear_head_dim"]
+        depth, width = config["num_hidden_layers"], linear.get("head_dim", like=SIZE) or config["linear_head_dim"]
+        rank = config.get("q_lora_rank", like=SIZE)
         mixers = {
-            sparse.FULL: sparse.latent_attention(config, query_rank=config.get("q_lora_rank"), rotary_theta=None),
+            sparse.FULL: sparse.latent_attention(config, query_rank=rank, rotary_theta=None),
             sparse.LINEAR: KDA(
-                heads=linear.get("num_heads") or config["linear_num_heads"],
+                heads=linear.get("num_heads", like=SIZE) or config["linear_num_heads"],
                 key_width=width,
                 value_width=width,
-                conv_width=linear.get("short_conv_kernel_size") or config.get("linear_conv_kernel_dim", 4),
+                conv_width=linear.get("short_conv_kernel_size", like=SIZE) or config.get("linear_conv_kernel_dim", 4),
                 norm_eps=config["rms_norm_eps"],
             ),
         }
-        places = linear.get("full_attn_layers") or [i + 1 for i in range(depth) if i and i % 4 == 0]  # counted from 1
+        default = [i + 1 for i in range(depth) if i and i % 4 == 0]
+        places = linear.get("full_attn_layers", like=[]) or default  # counted from 1
         mlps = sparse.mlps(config, scale=1.0, groups=1, active_groups=1)
         attends = [i + 1 in places for i in range(depth)]
         return {**decoder.sizes(config), **sparse.layers(config, mixers, mlps, attends, dense=1)}

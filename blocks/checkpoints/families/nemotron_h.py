@@ -7,6 +7,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import parts
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, renamed, under
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -33,7 +34,7 @@ ATTENTION = {
 MLP = {"width": ("intermediate_size", 21504)}
 MOE = {
     "width": ("moe_intermediate_size", 7688), "experts": ("n_routed_experts", 8), "active": ("num_experts_per_tok", 2),
-    "shared_width": ("moe_shared_expert_intermediate_size", 7688), "latent_width": ("moe_latent_size", None),
+    "shared_width": ("moe_shared_expert_intermediate_size", 7688), "latent_width": ("moe_latent_size", None, SIZE),
     "normalize": ("norm_topk_prob", True), "scale": ("routed_scaling_factor", 1.0), "groups": ("n_group", 1),
     "active_groups": ("topk_group", 1),
 }  # fmt: skip
@@ -61,15 +62,15 @@ class NemotronH(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(**REQUIRED)
-        kinds = config.get("layers_block_type") or [KINDS.get(x, x) for x in config["hybrid_override_pattern"]]
+        kinds = config.get("layers_block_type", like=[]) or [KINDS.get(x, x) for x in config["hybrid_override_pattern"]]
         kinds = [OLD_KINDS.get(kind, kind) for kind in kinds]
         if unknown := {*kinds} - {*KINDS.values()}:
             raise ConfigError(f"config.json: a layer must be one of {', '.join(KINDS.values())}, got {sorted(unknown)}")
 
-        def read(fields: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        def read(fields: Mapping[str, Any]) -> dict[str, Any]:
             return {ours: config.get(*theirs) for ours, theirs in fields.items()}
 
-        head_width = {"head_width": config["attention_head_dim"]} if config.get("attention_head_dim") else {}
+        head_width = {"head_width": x} if (x := config.get("attention_head_dim", like=SIZE)) else {}
         attention = Attention(**read(ATTENTION) | head_width, rotary_theta=None)
         experts = MoE(**read(MOE), scores="sigmoid", selection_bias=True, balance=0.0, activation="relu2", gated=False)
         mamba2 = Mamba2(**read(MAMBA2), step_limits=(config.get("time_step_min", 1e-3), None))
@@ -96,7 +97,7 @@ class NemotronH(Family):
             symbol, names = FORMS[type(found)]
             fields["layers_block_type"].append(KINDS[symbol])
             fields |= {"time_step_min": found.step_limits[0]} if isinstance(found, Mamba2) else {}
-            fields |= {theirs: getattr(found, ours) for ours, (theirs, _) in names.items()}
+            fields |= {theirs[0]: getattr(found, ours) for ours, theirs in names.items()}
         sizes = {"hidden_size": spec.width, "vocab_size": spec.vocab, "tie_word_embeddings": False}
         return {**REQUIRED, **fields, **sizes, "layer_norm_epsilon": spec.norm_eps}
 

@@ -6,6 +6,7 @@ from deltazoo.backends.io.errors import ConfigError, cut
 from deltazoo.blocks.checkpoints import fla, rwkv
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Packed, Rule, renamed, rule
+from deltazoo.blocks.checkpoints.values import SIZE, check_value
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.mixers import rwkv7
 from deltazoo.mixers.parts.low_rank import Ranks
@@ -40,9 +41,11 @@ class RWKV7(Family):
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(attn=None, hidden_act="sqrelu", norm_bias=True, norm_first=True)
         width, head_width = config["hidden_size"], config.get("head_dim", 64)
-        values, heads, eps = config.get("value_dim", width), width // head_width, config.get("norm_eps", 1e-5)
-        sizes = {*values} if isinstance(values, list) else {values}
-        if len(sizes) != 1:
+        values, heads, eps = config.get("value_dim") or width, width // head_width, config.get("norm_eps", 1e-5)
+        sizes = values if isinstance(values, list) else [values]
+        for size in sizes:
+            check_value("value_dim", size, SIZE, least=1)
+        if len({*sizes}) != 1:
             raise ConfigError(f"config.json: value_dim must be the same in all layers, got {cut(values)}")
         mixer = rwkv7.RWKV7(
             heads=heads,
@@ -51,7 +54,7 @@ class RWKV7(Family):
             ranks=Ranks(**{name: config.get(*field) for name, field in RANK_FIELDS.items()}),
             norm_eps=head_width * eps,
         )
-        hidden = config.get("intermediate_size", 32 * -(-int(width * config.get("hidden_ratio", 4)) // 32))
+        hidden = config.get("intermediate_size", 32 * -(-int(width * config.get("hidden_ratio", 4.0)) // 32))
         return rwkv.stack(config, eps, mixer, RWKVChannelMix(hidden=hidden))
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:

@@ -42,14 +42,14 @@ class StateSpacesMamba2(Family):
     def stack(self, config: HubConfig) -> dict[str, Any]:
         known = (*COMMON, "headdim", "ngroups", "rmsnorm", "norm_before_gate", "D_has_hdim", "dt_limit")
         layer = config.nested("ssm_cfg", known)
-        HubConfig(layer, "mamba2 of state-spaces").require(rmsnorm=True, norm_before_gate=False, D_has_hdim=False)
+        layer.require(rmsnorm=True, norm_before_gate=False, D_has_hdim=False)
         width, expand, head_width = config["d_model"], layer.get("expand", 2), layer.get("headdim", 64)
         fields = {
             "num_heads": expand * width // head_width,
             "head_dim": head_width,
             "n_groups": layer.get("ngroups", 1),
             "state_size": layer.get("d_state", 128),
-            **({"time_step_limit": layer["dt_limit"]} if "dt_limit" in layer else {}),
+            **({"time_step_limit": limits} if (limits := layer.get("dt_limit", like=[])) else {}),
         }
         return mamba2.Mamba2().stack(HubConfig(_common(config, layer) | fields, "mamba2"))
 
@@ -60,7 +60,7 @@ class StateSpacesMamba2(Family):
         return mamba2.Mamba2().rules(spec)
 
 
-def _common(config: HubConfig, layer: dict[str, Any]) -> dict[str, Any]:
+def _common(config: HubConfig, layer: HubConfig) -> dict[str, Any]:
     """Return the fields of transformers that both have. The vocabulary is padded to a multiple."""
     config.require(rms_norm=True, d_intermediate=0, attn_layer_idx=[])
     multiple = config.get("pad_vocab_size_multiple", 8)
