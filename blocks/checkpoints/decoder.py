@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.frozen_config import changed_fields
 from deltazoo.blocks.checkpoints.family import HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, renamed, under
@@ -48,14 +49,25 @@ def sizes_config(spec: ModelSpec, names: Names | None = None) -> dict[str, Any]:
     }
 
 
-def attention(config: HubConfig, **fields: Any) -> Attention:
-    """Return the attention of a config. Biases are refused. Args: fields: of `Attention`, beside the sizes."""
+def attention(config: HubConfig, head_width: int | None = None, **fields: Any) -> Attention:
+    """Return the attention of a config. Biases are refused.
+
+    Args: head_width: the default; None: the width divided by the heads; fields: of `Attention`, beside the sizes.
+    Raises: ConfigError: the number of channels that rotate is odd; transformers then rotates another number.
+    """
     config.require(attention_bias=False, attention_dropout=0.0)
     heads = config["num_attention_heads"]
+    head_width = config.get("head_dim", head_width or config["hidden_size"] // heads)
+    channels = int(head_width * fields.get("rotary_fraction", 1.0))
+    if fields.get("rotary_theta") is not None and channels % 2:
+        raise ConfigError(
+            "config.json: partial_rotary_factor must rotate an even number of the channels of a head, got "
+            f"{fields['rotary_fraction']:g} of head_dim = {head_width}, which is {channels}"
+        )
     return Attention(
         heads=heads,
         key_value_heads=config.get("num_key_value_heads", heads),
-        head_width=config.get("head_dim", config["hidden_size"] // heads),
+        head_width=head_width,
         norm_eps=config["rms_norm_eps"],
         **fields,
     )

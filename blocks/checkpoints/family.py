@@ -120,17 +120,19 @@ class HubConfig:
                     f"got {cut(actual)}; deltazoo has no other form of it"
                 )
 
-    def rotary(self, theta: float = 10000.0, fraction: float = 1.0, optional: bool = False) -> dict[str, Any]:
+    def rotary(self, theta: float = 10000.0, fraction: float | None = None, optional: bool = False) -> dict[str, Any]:
         """Return `rotary_theta`, `rotary_fraction` and, if there is one, `rope_scaling` of `Attention`.
 
         As in transformers, rope_scaling replaces rope_parameters.
 
-        Args: theta, fraction: the defaults of the family; optional: a theta that is null means no positions.
-        Raises: ConfigError: theta is null and not optional, or a kind of scaling is not supported.
+        Args: theta, fraction: the defaults of the family, None: all channels rotate in any case; optional: a theta that
+            is null means no positions.
+        Raises: ConfigError: theta is null and not optional, a kind of scaling is not supported, or some channels shall
+            not rotate in a family whose channels all do.
         """
         given = {
             "rope_theta": self.get_or_null("rope_theta", theta),
-            "partial_rotary_factor": self.get("partial_rotary_factor", fraction),
+            "partial_rotary_factor": self.get("partial_rotary_factor", fraction or 1.0),
         }
         old, new = self._mapping("rope_scaling"), self._mapping("rope_parameters")
         parameters = old or new
@@ -152,6 +154,11 @@ class HubConfig:
             "rotary_theta": None if base is None else float(base),
             "rotary_fraction": float(given["partial_rotary_factor"]),
         }
+        if fraction is None and fields["rotary_fraction"] != 1:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor must be 1 for a model of type {self._model_type!r}, because "
+                f"its model in transformers rotates all channels, got {fields['rotary_fraction']:g}"
+            )
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind == "default" or base is None:
             return fields

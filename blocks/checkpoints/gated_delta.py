@@ -47,10 +47,10 @@ def qwen_stack(config: HubConfig, default_interval: int = 4) -> dict[str, Any]:
     """Return the fields of a stack of Qwen3-Next or Qwen3.5, without the MLP."""
     interval = config.get("full_attention_interval", default_interval)
     kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config["num_hidden_layers"])]
-    attention = decoder.attention(config, qk_norm="head", gate=True, norm_offset=1.0, **config.rotary(fraction=0.25))
+    rotary = config.rotary(fraction=0.25)
     layers = {
         "linear_attention": mixer(config, config["rms_norm_eps"]),
-        "full_attention": attention.model_copy(update={"head_width": config.get("head_dim", HEAD_WIDTH)}),
+        "full_attention": decoder.attention(config, HEAD_WIDTH, qk_norm="head", gate=True, norm_offset=1.0, **rotary),
     }
     pattern = decoder.layer_types(config, kinds)
     used = {name: layer for name, layer in layers.items() if name in pattern}

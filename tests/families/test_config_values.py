@@ -13,6 +13,7 @@ import deltazoo
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints.export import choose_family
 from deltazoo.blocks.checkpoints.pretrained import read_spec
+from deltazoo.mixers.attention import Attention
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.mamba2 import Mamba2
 
@@ -74,6 +75,30 @@ def test_a_theta_that_is_null_is_refused_where_transformers_fails(tmp_path: Path
     folders.write(tmp_path / "granite", "granitemoehybrid")
     change(tmp_path / "granite", {"position_embedding_type": "nope", "rope_theta": None}, missing=("rope_parameters",))
     assert_logits_of_transformers(tmp_path / "granite")
+
+
+def partial(fraction: float) -> dict[str, Any]:
+    return folders.rope(rope_theta=99.0, partial_rotary_factor=fraction)
+
+
+@pytest.mark.parametrize(("name", "fraction"), [("qwen3_next", 0.9), ("qwen3_5_text", 0.65), ("bamba", 0.8)])
+def test_a_part_of_the_channels_rotates_as_in_transformers(name: str, fraction: float, tmp_path: Path) -> None:
+    folders.write(tmp_path, name, fields=partial(fraction))
+    assert_logits_of_transformers(tmp_path)
+
+
+def test_a_part_of_the_channels_that_transformers_rotates_otherwise_is_refused(tmp_path: Path) -> None:
+    folders.write(tmp_path / "next", "qwen3_next", fields=partial(0.85))  # it rotates 14 channels by angles of 13
+    with pytest.raises(ConfigError, match=r"even number .* got 0\.85 of head_dim = 16, which is 13"):
+        read_spec(tmp_path / "next")
+    for name in ("llama", "qwen3", "falcon_h1", "olmo_hybrid", "lfm2", "minimax"):  # it rotates all channels
+        folders.write(tmp_path / name, name, fields=partial(0.5))
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor must be 1 for .*, got 0\.5"):
+            read_spec(tmp_path / name)
+    layer = Attention(heads=2, rotary_fraction=0.5)
+    spec = deltazoo.StackSpec(width=32, depth=1, vocab=9, pattern=layer, norm="rms", mlp={"width": 40})
+    with pytest.raises(ConfigError, match="partial_rotary_factor must be 1"):
+        choose_family(spec, "llama")
 
 
 def test_attention_without_positions_is_not_written_as_llama(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class BailingHybrid(Family):
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(attention_bias=False, attention_dropout=0.0, q_lora_rank=None)
-        rotary = config.rotary(theta=6e6)
+        rotary = config.rotary(theta=6e6, fraction=1.0)
         del rotary["rotary_fraction"]  # it is that of a head; all of the qk_rope_head_dim channels are rotated
         width = config.get("linear_head_dim", config.get("head_dim", 128))
         mixers = {

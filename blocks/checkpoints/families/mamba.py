@@ -23,7 +23,11 @@ IGNORED = (
 
 
 class Mamba(Family):
-    """Mamba in transformers' folders (-hf)."""
+    """Mamba in transformers' folders (-hf).
+
+    With `rescale_prenorm_residual`, transformers 5.23 divides out_proj by the root of the number of layers whenever it
+    loads a folder, as if it drew the weights. We read the weights as they are stored: their logits then differ.
+    """
 
     architecture: ClassVar[str] = "MambaForCausalLM"
     ignored: ClassVar[tuple[str, ...]] = IGNORED
