@@ -21,6 +21,7 @@ NAMES = decoder.Names(
     mlp_norm="mlp_norm.weight",
     eps="norm_eps",
 )
+_SMALL = {"num_heads": 1, "head_dim": 8}  # of the mixer that is written for a stack of attention alone
 ATTENTION_FIELDS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "qk_norm", "window_size", "rope_theta")
 
 
@@ -68,7 +69,8 @@ class Fla(Family):
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         layers = spec.expand()
         attends = [i for i, layer in enumerate(layers) if isinstance(layer.mixers[0], AttentionConfig)]
-        mixer = next(layer.mixers[0] for i, layer in enumerate(layers) if i not in attends)
+        others = [layer.mixers[0] for i, layer in enumerate(layers) if i not in attends]
+        mixer = others[0] if others else self.mixer(HubConfig(_SMALL | {"hidden_size": spec.width}, "of fla"))
         mlp = layers[0].mlp
         assert isinstance(mlp, Dense)
         sizes = decoder.sizes_config(spec, NAMES)

@@ -70,10 +70,13 @@ def layers(
     return {"pattern": " + ".join("_".join(place) for place in places), "layers": named}
 
 
-def config(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields that these functions read."""
-    expanded, mla = spec.expand(), decoder.first(spec, MLA)
-    sparse = next(layer.mlp for layer in expanded if isinstance(layer.mlp, MoE))
+def config(spec: ModelSpec, heads: int = 1) -> dict[str, Any]:
+    """Return the fields that these functions read; of a small part, if the stack has none. Args: heads: of that MLA."""
+    expanded = spec.expand()
+    small = MLA(heads=heads, key_width=8, value_width=8, latent_width=8, rotary_width=8)
+    mla = decoder.first(spec, MLA, small)
+    experts = MoE(width=1, experts=1, active=1, shared_width=1)
+    sparse = next((layer.mlp for layer in expanded if isinstance(layer.mlp, MoE)), experts)
     dense = next((layer.mlp for layer in expanded if isinstance(layer.mlp, Dense)), Dense(width=sparse.width))
     return {
         "num_attention_heads": mla.heads,

@@ -160,6 +160,9 @@ LINEAR_LAYERS, FULL_LAYERS = ({"layer_types": [f"{kind}_attention"] * 3} for kin
         *[("bamba", {"attn_layer_indices": places}) for places in (None, [], [0, 1, 2])],
         *[("lfm2", {"layer_types": kinds}) for kinds in (None, ["conv"] * 3, ["full_attention"] * 3)],
         *[("lfm2_moe", {"layer_types": kinds}) for kinds in (["conv"] * 3, ["full_attention"] * 3)],
+        *[("lfm2_moe", {"num_dense_layers": number}) for number in (0, 3)],
+        *[(name, fields) for name in ("kimi_linear", "bailing_hybrid") for fields in (LINEAR_LAYERS, FULL_LAYERS)],
+        *[(name, {"mlp_layer_types": ["dense"] * 3}) for name in ("kimi_linear", "bailing_hybrid")],
         *[("jamba", {"attn_layer_period": n, "attn_layer_offset": n - 1}) for n in (1, 9)],
     ],
 )

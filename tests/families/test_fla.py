@@ -108,6 +108,17 @@ def test_attention_in_some_layers_is_read(tmp_path: Path) -> None:
     assert (window.name, window.window, window.key_value_heads) == ("sliding_window", 6, 2)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("rwkv")])
+def test_a_model_of_attention_alone_is_written(name: str, tmp_path: Path) -> None:
+    attn = {"layers": [0, 1], "num_heads": 4, "num_kv_heads": 2, "window_size": None, "rope_theta": 50.0}
+    folder = write(tmp_path / "a", name, attn=attn)
+    fields = json.loads((folder / "config.json").read_text())
+    assert (fields["model_type"], fields["attn"]["layers"]) == (name, [0, 1])
+    names = {key.split(".", 3)[-1] for key in load_file(folder / "model.safetensors") if ".attn." in key}
+    assert names == {f"attn.{x}_proj.weight" for x in "qkvo"}
+    assert read_spec(folder).spec == read_spec(tmp_path / "a").spec
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_flash_linear_attention(name: str, tmp_path: Path) -> None:

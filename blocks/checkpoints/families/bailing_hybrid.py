@@ -55,14 +55,15 @@ class BailingHybrid(Family):
         return {**decoder.sizes(config), **sparse.layers(config, mixers, mlps, attends, dense=2)}
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        mla, kda = decoder.first(spec, MLA), decoder.first(spec, KDA)
-        bound = kda.decay_bound
+        kda = decoder.first(spec, KDA, KDA(heads=1, key_width=8, value_width=8, decay_bound=-5.0))
+        shape, bound = kda.shape(spec.width), kda.decay_bound
+        mla = decoder.first(spec, MLA, MLA(heads=shape.heads, rotary_theta=6e6))
         return {
             **decoder.sizes_config(spec),
-            **sparse.config(spec),
+            **sparse.config(spec, shape.heads),
             "rope_parameters": decoder.rotary_config(mla),
             "rope_theta": mla.rotary_theta,
-            "head_dim": kda.shape(spec.width).key_width,
+            "head_dim": shape.key_width,
             "short_conv_kernel_size": kda.conv_width,
             "kda_safe_gate": bound is not None,
             "kda_lower_bound": -5.0 if bound is None else bound,

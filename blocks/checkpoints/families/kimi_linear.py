@@ -50,12 +50,12 @@ class KimiLinear(Family):
         return {**decoder.sizes(config), **sparse.layers(config, mixers, mlps, attends, dense=1)}
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
-        kda = decoder.first(spec, KDA)
+        kda = decoder.first(spec, KDA, KDA(heads=1, key_width=8, value_width=8))
         shape = kda.shape(spec.width)
         return {
             **decoder.sizes_config(spec),
             **sparse.config(spec),
-            "q_lora_rank": decoder.first(spec, MLA).query_rank,
+            "q_lora_rank": decoder.first(spec, MLA, MLA()).query_rank,
             "linear_num_heads": shape.heads,
             "linear_head_dim": shape.key_width,
             "linear_conv_kernel_dim": kda.conv_width,

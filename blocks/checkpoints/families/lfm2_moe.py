@@ -12,6 +12,7 @@ from deltazoo.blocks.model.mlp import Dense
 from deltazoo.blocks.model.moe import MoE
 
 EXPERTS = parts.ExpertNames(expert=lfm2.MLP, selection_bias="expert_bias")
+NO_EXPERTS = MoE(width=1, experts=1, active=1)  # written for a stack without: transformers needs the fields
 
 
 class Lfm2Moe(Family):
@@ -42,12 +43,12 @@ class Lfm2Moe(Family):
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
         mlps = [layer.mlp for layer in spec.expand()]
-        sparse = next(mlp for mlp in mlps if isinstance(mlp, MoE))
+        sparse = next((mlp for mlp in mlps if isinstance(mlp, MoE)), NO_EXPERTS)
         dense = next((mlp for mlp in mlps if isinstance(mlp, Dense)), Dense(width=sparse.width))
         return {
             **lfm2.mixers_config(spec),
             "intermediate_size": dense.hidden(spec.width),
-            "num_dense_layers": mlps.index(sparse),
+            "num_dense_layers": sum(isinstance(mlp, Dense) for mlp in mlps),
             "moe_intermediate_size": sparse.hidden(spec.width),
             "num_experts": sparse.experts,
             "num_experts_per_tok": sparse.active,
