@@ -186,7 +186,7 @@ class PathAttentionMixer(TokenCacheMixer):
             o = self._attend_all(Operands(*share.scatter(operands)), own, new, context.of_line())
         if state is not None:
             new |= {n: write_back(state[n], share.all(new[n], dim)) for n, dim in HEADS.items() if n in state}
-        return self.out(share.gather(o.to(operands.v.dtype)).to(x.dtype).flatten(2))
+        return self.out(share.gather(o.to(operands.v.dtype)).flatten(2))
 
     def _attend_all(
         self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

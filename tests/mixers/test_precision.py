@@ -14,6 +14,7 @@ from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
 from deltazoo.mixers.mom import Router
+from deltazoo.mixers.path_attention import PathAttention
 
 
 def without_zero_parameters(mixer: Mixer) -> Mixer:
@@ -80,6 +81,15 @@ def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
     assert {leaf.dtype for leaf in tree_leaves(state)} <= {torch.float32, torch.int64}
     for (name, ours), theirs in zip(mixer.named_parameters(), exact.parameters(), strict=True):
         assert relative_error(ours.grad, theirs.grad) < 0.1, name
+
+
+def test_path_attention_casts_its_output_once_under_autocast() -> None:
+    mixer, dtypes = PathAttention(heads=1).build(16), []
+    mixer.out.register_forward_pre_hook(lambda module, arguments: dtypes.append(arguments[0].dtype))
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            mixer(torch.randn(1, 5, 16))
+    assert dtypes == [torch.bfloat16, torch.float32]
 
 
 def test_decoding_under_autocast_is_close_to_prefill(case: tuple[MixerConfig, str | Backend]) -> None:
