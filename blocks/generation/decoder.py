@@ -45,6 +45,7 @@ class Decoder:
             before the first step.
         buffers: the tensors of a step, such as views of the first rows of larger ones; None: new ones.
 
+    A compiled or captured step does not see hooks that the model gets after its first step; `prefill` refuses them.
     A step reads `tokens` [B, 1] int64, updates `state` in place and writes `logits` [B, L] float32.
     """
 
@@ -64,6 +65,7 @@ class Decoder:
             self.layers = CompiledLayers(model, functools.partial(_compile_and_hold, self._held))
         self._step = compiled_step(_step, model.device) if compile and self.layers is None else _step
         self._layout = _layout(model)
+        self._hooks: list[int] | None = None  # of the model when the step was compiled or captured
         self._replay: Call | None = None
         self.steps = self.prefills = 0  # numbers of calls of `step` and `prefill`
         self.prompts: PromptGraphs | None = None  # only of a kept decoder, whose model is compared before each call
@@ -106,6 +108,8 @@ class Decoder:
             )
         if self.compile and self._layout != _layout(self.model):
             raise StateError("the model must keep the dtypes, shapes and devices of the compiled decoder, got others")
+        if (self.compile or self.captured) and self._hooks not in (None, _hooks(self.model)):
+            raise StateError("the model must keep the hooks that it had in the first step of the decoder, got others")
         self.prefills += 1
         if self.prompts is not None and mask_BT is None:
             self.prompts.read(self._read, tokens_BT)
@@ -135,6 +139,8 @@ class Decoder:
             self._run()
 
     def _run(self) -> None:
+        if self._hooks is None:
+            self._hooks = _hooks(self.model)
         with nullcontext() if self.layers is None else self.layers.active():
             self._step(self.model, self.tokens, self.state, self.logits)
 
@@ -197,6 +203,11 @@ def _compile_and_hold(held: list[object], graph: fx.GraphModule, inputs: list[An
     compiled: Callable[..., object] = torch._inductor.compile(graph, inputs)
     held.append(compiled)
     return compiled
+
+
+def _hooks(model: TokenModel) -> list[int]:
+    """Return the numbers of the hooks of the modules, which torch gives to each hook once."""
+    return [number for module in model.modules() for number in (*module._forward_hooks, *module._forward_pre_hooks)]
 
 
 def _layout(model: TokenModel) -> list[tuple[torch.dtype, torch.Size, torch.device]]:

@@ -224,6 +224,21 @@ def test_a_compiled_step_generates_the_same_tokens(build, tokens, monkeypatch, c
     )
 
 
+def test_a_compiled_decoder_refuses_hooks_that_the_model_got_after_the_first_step(build, spec, tokens, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = build(spec)
+    decoder = Decoder(model, batch=1, capacity=20, compile=True)
+    hook = model.stack.layers[0].register_forward_hook(lambda *_: None)
+    expected = generate(decoder, tokens(1, 3), 4, temperature=0)
+    hook.remove()
+    with pytest.raises(StateError, match="must keep the hooks that it had in the first step of the decoder"):
+        generate(decoder, tokens(1, 3), 4, temperature=0)
+    eager = Decoder(model, batch=1, capacity=20)
+    assert torch.equal(generate(eager, tokens(1, 3), 4, temperature=0), expected)
+    model.stack.layers[0].register_forward_hook(lambda *_: None)
+    generate(eager, tokens(1, 3), 4, temperature=0)
+
+
 def test_a_compiled_decoder_refuses_a_model_that_was_converted(build, spec, tokens, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(spec)
