@@ -92,6 +92,7 @@ def command(
         return
     from deltazoo.backends.io.errors import ConfigError, unknown_name
     from deltazoo.backends.io.progress import silent
+    from deltazoo.blocks.data.text import load_text
     from deltazoo.blocks.probes.claims import CLAIMS
     from deltazoo.blocks.probes.pages import page
     from deltazoo.blocks.probes.report import environments, position_table, score_table
@@ -103,6 +104,9 @@ def command(
     if text is not None:
         if tasks is not None:
             raise ConfigError("only one of --text and --tasks may be given")
+        if '"' in str(text):
+            raise ConfigError(f"--text must be a path without quotation marks, got {text}")
+        load_text(text)  # refuses what cannot be read before any run
         tasks = f'text(path="{text}")'
     choices = {"--claim": claim is not None, "--table": table, "--mixers/--tasks": (mixers, tasks) != (None, None)}
     given = [name for name, is_given in choices.items() if is_given]

@@ -1,6 +1,7 @@
 """`deltazoo probe`, and the packaged runs that `list --evidence` and `show` cite."""
 
 import json
+import re
 
 from deltazoo.blocks.inspect import show
 from deltazoo.blocks.probes import records
@@ -36,6 +37,13 @@ def test_a_claim_excludes_mixers_and_tasks(run):
     result = run("probe", "--claim", "selection", "--tasks", "parity")
     assert result.code == 2
     assert "got --claim and --mixers/--tasks" in result.err
+
+
+def test_a_text_that_cannot_be_read_is_refused_before_any_run(run, tmp_path):
+    for name, problem in (("missing", "cannot read .*missing"), ('quo"te', "a path without quotation marks")):
+        result = run("probe", "--text", tmp_path / name, "--mixers", "attention", "--out", tmp_path / "runs")
+        assert result.code == 2 and re.search(problem, result.err)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_list_and_show_cite_the_packaged_runs(ok, tmp_path, monkeypatch):
