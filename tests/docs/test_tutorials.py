@@ -15,6 +15,7 @@ from deltazoo.cli import app
 
 DOCS = Path(deltazoo.__file__).resolve().parent / "docs"
 PAGES = ["start.md", "ecosystem.md", *sorted(f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md"))]
+KITS = ("tutorials/backend.md", "tutorials/mixer.md")  # run a whole conformance kit
 BLOCK = re.compile(r"^```(python|yaml|toml|console)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w.-]+\.(?:py|yaml|toml))\n")
 
@@ -35,19 +36,8 @@ def call(command: str) -> None:
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(x, marks=[pytest.mark.graphs] * (x in KITS)) for x in PAGES])
 def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-k 'not graph'")  # graphs take most of the time of the conformance kits
-    run_page(page, tmp_path, monkeypatch)
-
-
-@pytest.mark.graphs
-@pytest.mark.parametrize("page", ["tutorials/backend.md", "tutorials/mixer.md"])
-def test_page_with_all_checks_of_a_kit_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_page(page, tmp_path, monkeypatch)
-
-
-def run_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in ("tutorials/from-transformers.md", "tutorials/in-transformers.md", "ecosystem.md"):
         pytest.importorskip("transformers", minversion="5.23", reason="the page needs transformers 5.23 or newer")
     monkeypatch.chdir(tmp_path)
