@@ -125,7 +125,7 @@ def check_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> None:
 
 
 def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict[str, Any]]:
-    """Return the family that expresses a stack, and its config.json; of several, that with the fewest fields.
+    """Return the family that expresses a stack, and its config.json; of several of a library, that with fewest fields.
 
     Raises: ConfigError: the family, or without a `model_type` any installed one, does not express the stack.
     """
@@ -152,7 +152,7 @@ def choose_family(spec: ModelSpec, model_type: str | None) -> tuple[Family, dict
         else:
             reasons.append(f"{name}: {difference}")
     if fits:
-        return min(fits, key=lambda fit: len(fit[1]))
+        return min(fits, key=lambda fit: (fit[0].library != Family.library, len(fit[1])))
     if others:
         reasons.append(f"other layers or settings: {', '.join(others)}")
     kind = f"a model of type {model_type!r} of" if model_type else "any family of"

@@ -203,7 +203,8 @@ class Family(ABC):
     """How the folders of one `model_type` map to stacks. Subclasses are stateless.
 
     Class attributes:
-        architecture: the class of transformers, for config.json.
+        architecture: the class of the model, for config.json.
+        library: that of the class. Without a `model_type` a stack is written for transformers if both express it.
         dropped: tensors of a folder that no stack uses, as patterns of `fnmatch`: "mtp.*".
         aliases: other names of tensors that folders have, as regular expressions, and their replacements.
         ignored: fields of config.json without effect on the logits, beside the common ones.
@@ -212,6 +213,7 @@ class Family(ABC):
     """
 
     architecture: ClassVar[str]
+    library: ClassVar[str] = "transformers"
     dropped: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()

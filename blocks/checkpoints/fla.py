@@ -28,6 +28,7 @@ ATTENTION_FIELDS = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "qk_norm"
 class Fla(Family):
     """A family of flash-linear-attention: one kind of mixer, and softmax attention in the layers of `attn`."""
 
+    library: ClassVar[str] = "flash-linear-attention"
     ignored: ClassVar[tuple[str, ...]] = (
         "attn_mode", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu",
         "share_conv_kernel", "use_l2warp",
