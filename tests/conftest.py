@@ -1,5 +1,6 @@
 """Number of pytest-xdist worker processes, and the tests that cannot run here, which are not collected."""
 
+import gc
 import os
 from collections.abc import Iterable
 
@@ -16,6 +17,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None
     _, memory = torch.cuda.mem_get_info()
     return max(1, min(os.cpu_count() or 1, memory // GPU_MEMORY_PER_WORKER))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests and the imported modules out of later collections, which would pass over all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 GPU = ("GPU", "CUDA")  # in the reason of a skip

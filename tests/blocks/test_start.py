@@ -24,6 +24,7 @@ def fail(enabled: bool) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_pauses_and_is_afterwards_as_before(enabled):
+    gc.unfreeze()
     try:
         if not enabled:
             gc.disable()
@@ -31,6 +32,7 @@ def test_the_collector_pauses_and_is_afterwards_as_before(enabled):
             fail(enabled)
         assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0)
     finally:
+        gc.freeze()
         gc.enable()
 
 
