@@ -28,8 +28,8 @@ def only_process(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which is created.
 
     The operating system releases the lock of a process that ends, however it ends. The name of the process is in a file
-    of its own, because a process that tries to lock a file may empty it. At the end the lock is removed, and each
-    folder that was created for it and is still empty, as after a refused command.
+    of its own, because a process that tries to lock a file may empty it. The lock's file stays, as another process may
+    wait for it; but folders that were created for it are removed if they hold nothing else, as after a refused command.
 
     Raises: ConfigError: another process has the lock, which the message names; the folder cannot be written.
     """
@@ -50,9 +50,11 @@ def only_process(folder: Path) -> Iterator[None]:
             (folder / OWNER).write_text(owner.model_dump_json() + "\n", encoding="utf-8")
         yield
     finally:
-        for name in (OWNER, LOCK):  # before the release: else the lock of the next process could be removed
-            with suppress(OSError):  # Windows removes a locked file in the release
-                (folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / OWNER).unlink(missing_ok=True)
+        with suppress(OSError):  # Windows removes a locked file in the release
+            if created and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
         lock.release()
         with suppress(OSError):
             for path in created:

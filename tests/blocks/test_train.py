@@ -274,7 +274,6 @@ def test_auxiliary_losses_are_logged_and_left_out_of_bits_per_token(text):
 def test_an_existing_checkpoint_is_not_overwritten(text, uninterrupted):
     with pytest.raises(ConfigError, match="already contains a checkpoint: resume it, or choose another folder"):
         train(SPEC, text, CONFIG, uninterrupted[0])
-    assert not (uninterrupted[0] / "train.lock").exists()
 
 
 def test_a_missing_or_damaged_checkpoint_is_reported(text, uninterrupted, tmp_path):
