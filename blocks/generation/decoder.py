@@ -108,7 +108,8 @@ class Decoder:
             )
         if self.compile and self._layout != _layout(self.model):
             raise StateError("the model must keep the dtypes, shapes and devices of the compiled decoder, got others")
-        if (self.compile or self.captured) and self._hooks not in (None, _hooks(self.model)):
+        is_fixed = (self.compile or self.captured) and self.prompts is None  # else the model has been compared
+        if is_fixed and self._hooks not in (None, _hooks(self.model)):
             raise StateError("the model must keep the hooks that it had in the first step of the decoder, got others")
         self.prefills += 1
         if self.prompts is not None and mask_BT is None:
