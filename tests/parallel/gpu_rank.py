@@ -1,5 +1,6 @@
 """Compare mixers whose tokens are split over GPUs with one GPU, in bfloat16."""
 
+import itertools
 import os
 from datetime import timedelta
 
@@ -28,20 +29,27 @@ MIXERS: dict[str, dict[str, object]] = {
     "hyena": {"mixer": "hyena"},
     "mom": {"mixer": "mom", "memory": {"mixer": "gated_deltanet", "heads": 2, "key_width": 32, "value_width": 32}},
 }
+MIXERS["mom, first piece empty"] = MIXERS["mom"]
 WIDTH, DOCUMENTS = 256, (0, 400, 650, 650, 900)
 
 
-def errors_of(config: dict[str, object], parallel: ContextParallel) -> dict[str, tuple[float, float]]:
+def errors_of(name: str, parallel: ContextParallel) -> dict[str, tuple[float, float]]:
     """Return the relative errors of the output and of the gradients of x and all parameters, summed over ranks.
 
     Of the tokens split over the ranks, and of one GPU, both compared with the same weights on a CPU in float64.
     """
     torch.manual_seed(0)
+    config = MIXERS[name]
     mixer = parse(config).build(WIDTH).bfloat16()
     exact = parse(config).build(WIDTH, backend="reference").double()
     exact.load_state_dict({key: value.double() for key, value in mixer.state_dict().items()})
     x, d_y = torch.randn(2, 1, DOCUMENTS[-1], WIDTH, dtype=torch.bfloat16)
-    batch = parallel.plan(1, DOCUMENTS[-1], DOCUMENTS)
+    sizes = None
+    if name.endswith("first piece empty"):
+        others = parallel.mesh.size() * (2 if parallel.layout == "zigzag" else 1) - 1
+        cuts = [DOCUMENTS[-1] * g // others for g in range(others + 1)]
+        sizes = [0, *(b - a for a, b in itertools.pairwise(cuts))]
+    batch = parallel.plan(1, DOCUMENTS[-1], DOCUMENTS, sizes)
     bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)
     expected = _run(exact, x.double(), d_y.double(), Context(cu_seqlens=bounds))
     mixer, x, d_y = mixer.cuda(), x.cuda(), d_y.cuda()
@@ -74,6 +82,6 @@ def run_gpu_rank(rank: int, name: str, ranks: int, layout: Layout, symmetric: bo
     dist.init_process_group("nccl", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("context",))
     parallel = ContextParallel(mesh, layout, symmetric=symmetric)
-    torch.save(errors_of(MIXERS[name], parallel), f"{folder}/{rank}.pt")
+    torch.save(errors_of(name, parallel), f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # threads of NCCL may outlast the interpreter

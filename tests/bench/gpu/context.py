@@ -2,6 +2,8 @@
 
     --updates WORK,...   updates of WORKS, the whole on one GPU and split over all: captured in CUDA graphs, and split
                          also queued from eager code; efficiency is the time of one GPU divided by n times that of n
+    --layers MIXER,...   forward and backward of layers of width 2,048 with default fields, of LAYER_TOKENS tokens of
+                         each GPU: the whole on one GPU and split over all, compiled
     --pairs              with --updates: split over the two GPUs of each pair
     --steps PRESET,...   forward and backward of models in bfloat16, layers compiled and recomputed: a row of 32,768
                          tokens for each GPU, over all of them, against rows of equal parts of it, one on each
@@ -40,6 +42,8 @@ from deltazoo.blocks.model.compilation import compile_layers
 from deltazoo.blocks.parallel.context import ContextBatch, ContextParallel
 from deltazoo.blocks.spec.stack_spec import preset
 from deltazoo.blocks.training.objective import Objective
+from deltazoo.mixers.core.config import parse
+from deltazoo.mixers.core.mixer import Context
 
 
 class Work(NamedTuple):
@@ -82,7 +86,7 @@ WORKS = {
     "gdn_pack": Work(GDN, 131_072, 16, 32, 128, 128, PACK),
 }
 GATES = ("log_decay", "beta")
-STEP_TOKENS, TINY_SHARE = 32_768, 1024  # the former of each GPU
+STEP_TOKENS, LAYER_TOKENS, TINY_SHARE = 32_768, 8192, 1024  # the first two of each GPU
 
 
 class Run(NamedTuple):
@@ -291,6 +295,35 @@ def measure_fla(name: str, run: Run) -> dict[str, Any]:
     return row
 
 
+def measure_layer(name: str, run: Run) -> dict[str, Any]:
+    """Measure the forward and backward pass of a layer, of all tokens on one GPU and of those of the ranks."""
+    T = run.ranks * (LAYER_TOKENS // TINY_SHARE if run.tiny else LAYER_TOKENS)
+    torch.manual_seed(0)
+    width, dtype = (64, torch.float32) if run.tiny else (2048, torch.bfloat16)
+    layer = parse({"mixer": name}).build(width).to(run.device, dtype)
+    x, d_y = torch.randn(2, 1, T, width, dtype=dtype, device=run.device)
+    batch = run.parallel.plan(1, T)
+    torch.compiler.reset()
+    function = torch.compile(layer, backend="eager" if run.tiny else "inductor")
+
+    def step(x: Tensor, d_y: Tensor, context: Context) -> Callable[[], tuple[Tensor, ...]]:
+        leaves = [x.clone().requires_grad_(), *layer.parameters()]
+
+        def run_step() -> tuple[Tensor, ...]:
+            y = function(leaves[0], None, context).y
+            return y, *torch.autograd.grad(y, leaves, d_y, materialize_grads=True)
+
+        return run_step
+
+    whole = step(x, d_y, Context(cu_seqlens=torch.tensor([0, T], dtype=torch.int32, device=run.device)))
+    split = step(batch.shard(x), batch.shard(d_y), batch.context)
+    row: dict[str, Any] = {"work": f"layer of {name}", "gpus": run.ranks, "tokens": T}
+    row["one_gpu_ms"], row["split_ms"] = milliseconds(whole), milliseconds(split)
+    row["efficiency"] = row["one_gpu_ms"] / (run.ranks * row["split_ms"])
+    row["difference"] = differences(whole()[:2], split()[:2], batch, ["x"])
+    return row
+
+
 def model_rows(name: str, T: int, run: Run) -> tuple[Any, Tensor]:
     """Build a model, and draw the tokens of a row and the one after them."""
     torch.manual_seed(0)
@@ -370,11 +403,11 @@ def join(alone: int, tiny: bool) -> None:
     dist.init_process_group("gloo" if tiny else "nccl")
 
 
-def parse() -> argparse.Namespace:
+def command_line() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("out")
-    for name in ("updates", "steps", "fla"):
+    for name in ("updates", "layers", "steps", "fla"):
         parser.add_argument(f"--{name}", type=lambda x: x.split(","), default=[])
     parser.add_argument("--longest", nargs=2)
     parser.add_argument("--alone", type=int, default=0)
@@ -384,7 +417,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    chosen = parse()
+    chosen = command_line()
     join(chosen.alone, chosen.tiny)
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
@@ -415,6 +448,8 @@ def main() -> None:
         print(parallel, flush=True)
     for name in chosen.updates:
         report(lambda name=name: measure(name, run))
+    for name in chosen.layers:
+        report(lambda name=name: measure_layer(name, run))
     for name in chosen.steps:
         report(lambda name=name: measure_step(name, run))
     if chosen.longest:
