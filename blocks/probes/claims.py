@@ -201,7 +201,8 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     """Compare the scores on a task of the claim.
 
     The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved. Nothing
-    is decided if neither is 5 points above chance, or if their seeds overlap where the means are compared.
+    is decided if neither is 5 points above chance, if a mixer that should solve the task has not learned it at the
+    shortest length, or if their seeds overlap where the means are compared.
     """
     found = cells(runs)
     compared = *claim.better, *claim.worse
@@ -218,7 +219,9 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     learned = max(*ours, *theirs) >= task_of(task).chance + _MARGIN
     vary = min(ours) < max(ours) or min(theirs) < max(theirs)
     overlap = vary and min(ours) <= max(theirs) and min(theirs) <= max(ours)
-    if not learned or (overlap and not claim.solved):
+    trained = max(run.trained for run in found[task, low].runs)
+    untrained = claim.solved and not holds and trained < _REACHED
+    if not learned or untrained or (overlap and not claim.solved):
         holds = None
     sentences = [
         f"On {task} the claim {'is ' * (holds is None)}{_HOLDS[holds]} in these settings: by the {score}, the "
@@ -227,6 +230,10 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     ]
     if not learned:
         sentences.append("Neither of them has learned the task.")
+    elif untrained:
+        sentences.append(
+            f"`{low}` has not learned the task: the best seed has {100 * trained:.1f} % at the shortest length."
+        )
     elif holds is None:
         sentences.append(
             f"The seeds overlap: `{low}` has {100 * min(ours):.1f} to {100 * max(ours):.1f} %, `{high}` "

@@ -160,8 +160,9 @@ def _page(
     tasks = dict.fromkeys(run.task for run in runs)
     settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
     how = wrap_prose(
-        "The learning rate is the best of the task's rates with seed 0. A run ends early if it solves the task at "
-        "every length, and so does the search for the rate. The runs, with every rate and their curves, are in "
+        "The learning rate is the best of the task's rates with seed 0, by the mean accuracy over the lengths. A run "
+        "ends early if it solves the task at every length, and so does the search for the rate. The runs, with every "
+        "rate and their curves, are in "
         f"`{_FOLDER}/runs.jsonl`. They were made on:"
     )
     made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))

@@ -75,14 +75,22 @@ class Run(BaseModel):
         return self.accuracy[max(self.accuracy)]
 
     @property
+    def trained(self) -> float:
+        """The accuracy at the shortest length, that of the training."""
+        return self.accuracy[min(self.accuracy)]
+
+    @property
     def is_solved(self) -> bool:
         """Whether the model solves the task at every length."""
         return min(self.accuracy.values()) >= SOLVED
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Score, then accuracy at the training length: the order of learning rates."""
-        return self.score, fmean(self.accuracy.values())
+        """Mean accuracy over the lengths, then score: the order of learning rates.
+
+        At a length where all rates are at chance, the score alone would choose by noise.
+        """
+        return fmean(self.accuracy.values()), self.score
 
 
 def has_settings(run: Run, task: Task) -> bool:

@@ -252,6 +252,11 @@ def test_a_cell_has_the_seeds_of_the_best_rate(finished):
     assert table.rows == [["better", "80.0 (70.0 to 90.0)"], ["worse", "50.0"]]
 
 
+def test_the_rate_is_not_chosen_by_noise_at_the_longest_length(finished):
+    learned, lucky = finished[0], finished[1].model_copy(update={"accuracy": {40: 0.5, 256: 0.82}})
+    assert records.cells([learned, lucky])["parity", "better"].rate == learned.rate
+
+
 def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",))
     assert claims.verdict(claim, "parity", finished).holds is True
@@ -263,6 +268,10 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     assert undecided.holds is None
     assert undecided.sentences == ["Not decided: there is no finished run on parity of `worse`."]
     assert claims.outcome(claim, finished) == "holds"
+    untrained = [run.model_copy(update={"accuracy": {40: 0.9, 256: run.score}}) for run in finished]
+    early = claims.verdict(claim._replace(solved=True), "parity", untrained)
+    assert early.holds is None
+    assert early.sentences[1] == "`better` has not learned the task: the best seed has 90.0 % at the shortest length."
     seed = finished[-1].model_copy(update={"seed": 1, "accuracy": {40: 1.0, 256: 0.72}})
     overlapping = claims.verdict(claim, "parity", [*finished, seed])
     assert overlapping.holds is None
