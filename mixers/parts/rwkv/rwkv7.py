@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.ops.rwkv7_step import MAX_WIDTH, RWKV7Maps, RWKV7State, RWKV7Weights, rwkv7_token_
+from deltazoo.backends.ops.rwkv_step import MAX_WIDTH, RWKV7Maps, RWKVState, RWKVWeights, rwkv7_token_
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.decode_maps import reads_weight
@@ -130,7 +130,7 @@ class RWKV7Projection(nn.Module, Stateful, TokenStep):
         if self.decay.bias is None or self.rate.bias is None:
             return None
         value = self.value
-        weights = RWKV7Weights(
+        weights = RWKVWeights(
             self.decay.up.weight, self.rate.up.weight, self.gate.up.weight, None if value is None else value.up.weight,
             decay_bias=self.decay.bias, rate_bias=self.rate.bias, value_bias=None if value is None else value.bias,
             xi=self.xi, alpha=self.alpha, u=bonus.u, norm_weight=head_norm.weight, norm_bias=head_norm.bias,
@@ -140,7 +140,7 @@ class RWKV7Projection(nn.Module, Stateful, TokenStep):
             self.to_r.weight, self.to_k.weight, self.to_v.weight, self.decay.down.weight, self.rate.down.weight,
             self.gate.down.weight, None if value is None else value.down.weight,
         )  # fmt: skip
-        states = RWKV7State(previous, call.states["update"])
+        states = RWKVState(previous, call.states["update"])
         o, v = rwkv7_token_(x_B1D, call.norm, self.mix, weights_of_input, weights, states, first)
         return TokenOutput(o, None, {FIRST_VALUE: v} if context.values is not None and first is None else None)
 

@@ -1,4 +1,4 @@
-"""Operator and launch of one token of RWKV-7; kernels/rwkv7_step.py states the equations.
+"""Operator and launch of one token of RWKV-7; kernels/rwkv_step.py states the equations.
 
 B rows, D width, H heads, K key width, V value width
 """
@@ -17,7 +17,7 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 
-class RWKV7Weights(NamedTuple):
+class RWKVWeights(NamedTuple):
     """The second maps of low rank [.., rank], their biases, and the weights by channel.
 
     Args:
@@ -40,8 +40,8 @@ class RWKV7Weights(NamedTuple):
     eps: float
 
 
-class RWKV7Call(NamedTuple):
-    """The operator's arguments: tensors as of `rwkv7_step_kernel`, whose names they have, and eps of the input's norm.
+class RWKVCall(NamedTuple):
+    """The operator's arguments: tensors as of `rwkv_step_kernel`, whose names they have, and eps of the input's norm.
 
     input_weight: None: the input has no norm.
     r, k, v and low_* are columns of one tensor, and first of another: their rows may be apart.
@@ -58,7 +58,7 @@ class RWKV7Call(NamedTuple):
     low_rate: Tensor
     low_gate: Tensor
     low_value: Tensor | None
-    weights: RWKV7Weights
+    weights: RWKVWeights
     states: Tensor
     input_eps: float
 
@@ -72,14 +72,14 @@ _STEP_WARPS = 2  # 24 layers with 32 rows on an H200 take 263 us, and 344 with 4
 _IN_PLACE = ("previous", "states")
 
 
-def rwkv7_step(call: RWKV7Call) -> Tensor:
+def rwkv_step(call: RWKVCall) -> Tensor:
     """Decode one token per row, updating `previous` and `states` in place. Returns o [B, H V]."""
     o: Tensor = _step_op(*flatten(call))
     return o
 
 
 def _step(*arguments: Any) -> Tensor:
-    call = unflatten(RWKV7Call, arguments)
+    call = unflatten(RWKVCall, arguments)
     o = _fake(*arguments)
     given = call._asdict() | call.weights._asdict()
     tensors: dict[str, Any] = {name: x for name, x in given.items() if not isinstance(x, float | tuple)}
@@ -93,11 +93,11 @@ def _step(*arguments: Any) -> Tensor:
     return o
 
 
-def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> None:
-    from deltazoo.backends.triton.decode.kernels.rwkv7_step import (
-        RWKV7Traits,
-        rwkv7_low_rank_kernel,
-        rwkv7_step_kernel,
+def _launch(call: RWKVCall, tensors: dict[str, Tensor | None], o: Tensor) -> None:
+    from deltazoo.backends.triton.decode.kernels.rwkv_step import (
+        RWKVTraits,
+        rwkv_low_rank_kernel,
+        rwkv_step_kernel,
     )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
@@ -110,7 +110,7 @@ def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> No
         for weight, width in zip(ranks.values(), (K, K, V, V), strict=True)
         if weight is not None
     )
-    traits = RWKV7Traits(
+    traits = RWKVTraits(
         D=D, H=H, K=K, V=V, BK=BK, BV=BV, BD=power_of_two(cdiv(D, H)), WHOLE=power_of_two(D),
         **{name.upper(): 0 if weight is None else weight.shape[1] for name, weight in ranks.items()},
         STRIDE=call.r.stride(0), FIRST_STRIDE=0 if call.first is None else call.first.stride(0), CHANNELS=_CHANNELS,
@@ -123,19 +123,19 @@ def _launch(call: RWKV7Call, tensors: dict[str, Tensor | None], o: Tensor) -> No
     if not traits.JOINT:
         tensors |= {name: o.new_empty(B, size, dtype=torch.float32) for name, size in sizes.items() if size}
         maps = 4 if traits.VALUE else 3
-        low_rank = launcher(rwkv7_low_rank_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
+        low_rank = launcher(rwkv_low_rank_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
         low_rank(maps * cdiv(B, _ROWS) * cdiv(max(H * K, H * V), _CHANNELS), {"B": B, "early": early})
     options = Options(limit_warps(_JOINT_WARPS if traits.JOINT else _STEP_WARPS, BK * BV), overlap=overlap)
-    launcher(rwkv7_step_kernel, tensors, {"traits": traits}, options)(B * H, {"early": early})
+    launcher(rwkv_step_kernel, tensors, {"traits": traits}, options)(B * H, {"early": early})
 
 
 def _fake(*arguments: Any) -> Tensor:
-    call = unflatten(RWKV7Call, arguments)
+    call = unflatten(RWKVCall, arguments)
     return call.v.new_empty(call.v.shape)
 
 
 _step_op = operator(
-    f"triton_rwkv7_step_({schema(RWKV7Call, *_IN_PLACE)}) -> Tensor",
+    f"triton_rwkv_step_({schema(RWKVCall, *_IN_PLACE)}) -> Tensor",
     _step,
     compiled_ahead(_step, _fake),
     any_layout=True,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deltazoo.backends.ops.gemv import Norm, Shift, shifted_products
-from deltazoo.backends.triton.decode.rwkv7_op import RWKV7Call, rwkv7_step
-from deltazoo.backends.triton.decode.rwkv7_op import RWKV7Weights as RWKV7Weights
+from deltazoo.backends.triton.decode.rwkv_op import RWKVCall, rwkv_step
+from deltazoo.backends.triton.decode.rwkv_op import RWKVWeights as RWKVWeights
 
 MAX_WIDTH = 128  # of a head: a program holds its state
 
@@ -31,7 +31,7 @@ class RWKV7Maps(NamedTuple):
     value: Tensor | None
 
 
-class RWKV7State(NamedTuple):
+class RWKVState(NamedTuple):
     """previous: the token shift's [B, 1, D]. update: [B, H, K, V] float32. Both change in place."""
 
     previous: Tensor
@@ -43,8 +43,8 @@ def rwkv7_token_(
     norm: Norm | None,
     mix: Tensor,
     maps: RWKV7Maps,
-    weights: RWKV7Weights,
-    state: RWKV7State,
+    weights: RWKVWeights,
+    state: RWKVState,
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Decode one token per row.
@@ -66,8 +66,8 @@ def rwkv7_token_(
     else:
         low_value, first_value, weights = None, None, weights._replace(value=None, value_bias=None)
     input_weight, input_eps = (None, 0.0) if norm is None else norm
-    o = rwkv7_step(
-        RWKV7Call(
+    o = rwkv_step(
+        RWKVCall(
             x=x[:, 0], input_weight=input_weight, previous=state.previous[:, 0], r=r, k=k, v=v, first=first_value,
             low_decay=low_decay, low_rate=low_rate, low_gate=low_gate, low_value=low_value, weights=weights,
             states=state.update, input_eps=input_eps,

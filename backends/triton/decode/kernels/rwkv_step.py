@@ -18,16 +18,16 @@ import triton.language as tl
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 
 
-class RWKV7Traits(NamedTuple):
+class RWKVTraits(NamedTuple):
     """Compile-time properties.
 
     Args:
         D, H, K, V: sizes. BK, BV: K and V, and BD: the channels of the shift's state of a program, as powers of two.
         WHOLE: D rounded up to a power of two. DECAY, RATE, GATE, VALUE: ranks of the maps; VALUE 0: no interpolation.
         STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. FIRST_STRIDE: of first.
-        CHANNELS: outputs of a program of rwkv7_low_rank_kernel.
+        CHANNELS: outputs of a program of rwkv_low_rank_kernel.
         EPS: of the output norm. NORM, NORM_EPS: whether the input has a norm, and its epsilon.
-        JOINT: rwkv7_step_kernel applies the low-rank maps itself.
+        JOINT: rwkv_step_kernel applies the low-rank maps itself.
     """
 
     D: int
@@ -90,14 +90,14 @@ def low_rank_tile(low, weight, y, b, B, row, SIZE: tl.constexpr, RANK: tl.conste
 
 
 @triton.jit(do_not_specialize=["B", "early"])
-def rwkv7_low_rank_kernel(
+def rwkv_low_rank_kernel(
     low_decay, low_rate, low_gate, low_value, decay, rate, gate, value, y_decay, y_rate, y_gate, y_value, B, early,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Apply the second maps of low rank, each of whose weights is read once for ROWS rows.
 
     Grid: rows / ROWS, CHANNELS outputs, maps. Reads low_* [B, rank] with a row stride, and the weights of
-    rwkv7_step_kernel of the same names. Writes y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], float32.
+    rwkv_step_kernel of the same names. Writes y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], float32.
     early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if it may have written them.
     """
     ROWS: tl.constexpr = 16
@@ -152,7 +152,7 @@ def rank_product(weights, low):
 
 
 @triton.jit(do_not_specialize=["early"])
-def rwkv7_step_kernel(
+def rwkv_step_kernel(
     x, input_weight, previous, r, k, v, first, y_decay, y_rate, y_gate, y_value,
     low_decay, low_rate, low_gate, low_value, decay, rate, gate, value,
     decay_bias, rate_bias, value_bias, xi, alpha, u, norm_weight, norm_bias, states, o, early, traits: tl.constexpr,
@@ -165,7 +165,7 @@ def rwkv7_step_kernel(
     place. Writes o [B, H V].
 
     With JOINT it reads low_* [B, rank] with a row stride, and the weights of the maps of low rank of those names,
-    [H K, rank] and [H V, rank], in place of y_*. early: as of rwkv7_low_rank_kernel.
+    [H K, rank] and [H V, rank], in place of y_*. early: as of rwkv_low_rank_kernel.
     """
     H: tl.constexpr = traits.H
     K: tl.constexpr = traits.K
