@@ -89,16 +89,17 @@ def replace(model: LanguageModel, name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("joint_rows", [0, 1])
-def test_values_of_later_rwkv7_layers_are_interpolated(joint_rows, monkeypatch):
-    """The step of few rows applies the maps of low rank itself."""
+@pytest.mark.parametrize(("joint_rows", "small_bytes"), [(0, 0), (1, 0), (0, 1 << 20)])
+def test_values_of_later_rwkv7_layers_are_interpolated(joint_rows, small_bytes, monkeypatch):
+    """The step of few rows, or with small weights, applies the maps of low rank itself."""
     monkeypatch.setattr(rwkv_op, "_JOINT_ROWS", joint_rows)
+    monkeypatch.setattr(rwkv_op, "_SMALL_BYTES", small_bytes)
     model = build(MIXERS["token shift"], depth=2)
     separate, _ = decode(model, monkeypatch, packed=False)
     packed, kernels = decode(model, monkeypatch, packed=True)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
     assert kernels.count("rwkv_step_kernel") == 2 * T
-    assert kernels.count("rwkv_low_rank_kernel") == (0 if joint_rows else 2 * T)
+    assert kernels.count("rwkv_low_rank_kernel") == (0 if joint_rows or small_bytes else 2 * T)
 
 
 @needs_triton
