@@ -9,7 +9,7 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
 from deltazoo.backends.ops.rms_norm import rms_norm
-from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, RWKV6, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.parts.ssm import diagonal_ssm
@@ -23,6 +23,7 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "s5": (S5(), "rotating_step_kernel"),
     "hgrn": (HGRN(channels=12), "rotating_step_kernel"),
     "rwkv4": (RWKV4(channels=24), "wkv_step_kernel"),
+    "rwkv6": (RWKV6(heads=2, mix_rank=3, decay_rank=5), "rwkv_step_kernel"),
     "rg_lru": (RGLRU(channels=40, blocks=2), "rg_lru_step_kernel"),
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
 }
@@ -30,6 +31,7 @@ OTHERS: dict[str, MixerConfig] = {
     "s5": S5(discretisation="bilinear"),
     "hgrn": HGRN(turning=False),
     "rg_lru": RGLRU(conv_width=1),
+    "rwkv6": RWKV6(heads=2, mix_rank=257),
 }
 
 
@@ -70,7 +72,9 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "lru", "rwkv4"])
+@pytest.mark.parametrize(
+    "name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "rwkv6", "lru", "rwkv4"]
+)
 @torch.no_grad()
 def test_a_residual_step_norms_its_input(name, monkeypatch):
     monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
