@@ -65,3 +65,18 @@ class Around(NamedTuple):
     factor: Tensor | None = None
     gate: Tensor | None = None
     gelu: bool = False
+
+
+class FilterStep(ABC):
+    """Filter whose kernels decode a token together with the operations around the filter."""
+
+    @abstractmethod
+    def step_(
+        self, x: Tensor, state: dict[str, Tensor] | None, context: Context, around: Around
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Decode one token per row; the state changes in place. Return the result and the new state.
+
+        The caller guarantees that a call of the module runs only `forward` (`is_plain`).
+
+        Returns: None, with the state as it was, if there are no such kernels for the call.
+        """

@@ -20,7 +20,7 @@ from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerO
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
-from deltazoo.mixers.core.token_step import Around
+from deltazoo.mixers.core.token_step import Around, FilterStep
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.families.update import update_flops
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -99,11 +99,11 @@ class FilterMixer(Mixer, ABC):
         self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context,
         around: Around,
     ) -> Tensor:  # fmt: skip
-        """Apply a `DiagonalSSM` with the operations around it; in a decode step by one kernel."""
+        """Apply a filter with the operations around it; in a decode step by the kernels of a `FilterStep`."""
         module = self.filters[name]
-        if state is not None and type(module) is DiagonalSSM and is_plain(module):
-            filter_state = {key: state[f"{name}.{key}"] for key in ("update", "seen")}
-            stepped = module.step_(x, filter_state, context, around)
+        # a subclass may override `forward` without the step
+        if state is not None and isinstance(module, FilterStep) and "step_" in vars(type(module)) and is_plain(module):
+            stepped = module.step_(x, _state_of(name, state), context, around)
             if stepped is not None:
                 new.update({f"{name}.{key}": tensor for key, tensor in stepped[1].items()})
                 return stepped[0]
@@ -118,9 +118,7 @@ class FilterMixer(Mixer, ABC):
         module = self.filters[name]
         if state is None:
             return _run(module, x, None, context)[0]
-        filter_state = {
-            key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")
-        }
+        filter_state = _state_of(name, state)
         y, new_filter_state = _run(
             module, x, filter_state.get("", filter_state) if isinstance(module, ShortConv) else filter_state, context
         )
@@ -163,6 +161,11 @@ def _init_filter_state(module: nn.Module, batch: int, like: Tensor, capacity: in
         return module.init_state(batch, like, capacity)
     assert isinstance(module, ShortConv | DiagonalSSM)
     return module.init_state(batch, like)
+
+
+def _state_of(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a filter, by their names in it."""
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
 
 
 def _named(state: Any) -> dict[str, Tensor]:
