@@ -81,7 +81,7 @@ class HyenaMixer(FilterMixer):
         return None
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        streams = self.apply_filter("short", self.to_streams(x), state, new, context)
+        streams = self.apply_convolved("short", self.to_streams, x, state, new, context)
         x1, x2, v = streams.chunk(3, -1)
         v = v if context.mask is None else v * context.mask[..., None]
         return self.out(self.apply_around("long", v, state, new, context, Around(factor=x2, gate=x1)))

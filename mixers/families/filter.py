@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.conv_history import advance_history_
+from deltazoo.backends.ops.gemv import Convolution
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import apply_maps, convolves, is_step
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_state, left_align, undo_left_align
@@ -23,7 +25,7 @@ from deltazoo.mixers.core.state import nbytes
 from deltazoo.mixers.core.token_step import Around, FilterStep
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.families.update import update_flops
-from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.convolution import ShortConv, is_plain_step
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
 
@@ -110,6 +112,21 @@ class FilterMixer(Mixer, ABC):
         y = self.apply_filter(name, x if around.factor is None else x * around.factor, state, new, context)
         y = F.gelu(y) if around.gelu else y
         return y if around.gate is None else around.gate * y
+
+    def apply_convolved(
+        self, name: str, linear: nn.Module, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor],
+        context: Context,
+    ) -> Tensor:  # fmt: skip
+        """Apply a linear map, and a `ShortConv` to all of its outputs; in a decode step by one kernel."""
+        module = self.filters[name]
+        if is_step(x, state) and type(module) is ShortConv and is_plain(module) and is_plain_step(context):
+            assert state is not None and len(module.parts) == 1
+            history = state[f"{name}."]
+            convolution = Convolution(history, module.weight, module.bias, module.parts[0].silu)
+            if module.parts[0].unit == 0 and convolves(x, linear, convolution):
+                new[f"{name}."] = history
+                return apply_maps(x, {name: linear}, convolution=convolution)[name]
+        return self.apply_filter(name, linear(x), state, new, context)
 
     def apply_filter(
         self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

@@ -1,4 +1,4 @@
-"""Hyena decodes a token by two kernels before its output map: in Triton's interpreter, or on a GPU."""
+"""Hyena decodes a token by three kernels before its output map: in Triton's interpreter, or on a GPU."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ B, T, D, CAPACITY = 2, 3, 16, 8
 CONFIGS = {
     "defaults": Hyena(),
     "bands": Hyena(bands=3, filter_width=12, max_length=6, conv_width=4),
+    "no history of the short convolution": Hyena(conv_width=1),
 }
 NETWORK, STEP = "implicit_filter_kernel", "long_conv_step_kernel"
 
@@ -60,7 +61,8 @@ def test_a_step_by_kernels_equals_one_by_parts(name, monkeypatch):
     on(monkeypatch, True)
     packed, kernels = decode(mixer, x)
     assert {NETWORK, STEP}.isdisjoint(others)
-    assert kernels[-2:] == [NETWORK, STEP]
+    convolved = ["gemv_kernel"] if CONFIGS[name].conv_width > 1 else []
+    assert kernels == [*convolved, NETWORK, STEP]
     for ours, reference in zip(packed, separate, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
