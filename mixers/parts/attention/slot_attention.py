@@ -93,8 +93,9 @@ class GatedSlots(SlotKeyPass):
 class RoutedSlots(SlotKeyPass):
     """log a = r g and w = 1 - a, for the log decay g [B, T, H] of an earlier part.
 
-    r is s / sum(s) for the `active` largest of the scores s = sigmoid(W x) of a head, and 0 for the others. With
-    score="softmax" r is the softmax of W x instead, without a further normalisation.
+    r is s / sum(s), with s = sigmoid(W x), for the `active` slots of a head with the largest W x, and 0 for the others.
+    Of slots with equal W x the first ones are active. With score="softmax" r is the softmax of W x instead, without a
+    further normalisation.
 
     Args:
         active: number of slots that are not 0.
@@ -111,10 +112,10 @@ class RoutedSlots(SlotKeyPass):
         assert inputs.log_decay is not None  # the config has a decay part before this one
         raw = torch.unflatten(raw, -1, (self.heads, self.slots))
         score = raw.sigmoid() if self.score == "sigmoid" else raw.softmax(-1)
-        largest, index = score.topk(self.active, dim=-1)
+        is_active = _first_largest(raw.detach(), self.active)
+        route = score.where(is_active, 0.0)
         if self.score == "sigmoid":
-            largest = largest / (largest.sum(-1, keepdim=True) + ROUTER_EPS)
-        route = torch.zeros_like(score).scatter(-1, index, largest)
+            route = route / (route.sum(-1, keepdim=True) + ROUTER_EPS)
         log_decay = (route * inputs.log_decay[..., None]).flatten(2)
         return log_decay, -torch.expm1(log_decay), None
 
@@ -174,3 +175,14 @@ class SlotValuePass(OutputPart, Stateful):
         inputs = UpdateInputs(q, k, context.intermediate("values"), log_decay=by_head(arguments.inputs.log_decay))
         result: tuple[Tensor, Tensor | None] = call_part(self.update, inputs, state, context)
         return result
+
+
+def _first_largest(x: Tensor, count: int) -> Tensor:
+    """Return where the `count` largest numbers of the last dimension are; of equal ones the first, and NaN is largest.
+
+    topk does not define which of equal numbers it returns, and products in 16 bits are often equal.
+    """
+    least = x.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    is_larger, is_equal = ~(x <= least), x == least
+    left = count - is_larger.sum(-1, keepdim=True)
+    return is_larger | (is_equal & (is_equal.cumsum(-1, dtype=torch.int32) <= left))
