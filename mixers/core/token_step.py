@@ -5,13 +5,15 @@ B batch, D width, HV value heads, K key width, V value width
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.mixers.core.mixer import Context
+
+Part_ = TypeVar("Part_", bound=nn.Module)
 
 
 class TokenCall(NamedTuple):
@@ -33,6 +35,10 @@ class TokenCall(NamedTuple):
     def has_parts(self, *classes: type[nn.Module]) -> bool:
         """Whether the mixer has exactly these parts, in this order, and each of them is plain."""
         return tuple(map(type, self.parts.values())) == classes and all(map(is_plain, self.parts.values()))
+
+    def part(self, kind: type[Part_]) -> Part_:
+        """Return the first part of a class."""
+        return next(part for part in self.parts.values() if isinstance(part, kind))
 
     def state_of(self, part: nn.Module) -> Tensor:
         """Return the state of a part that has one."""

@@ -17,9 +17,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only"),
 ]
 KERNELS = {"complex_step_kernel", "rg_lru_step_kernel", "rotating_step_kernel", "wkv_step_kernel"}
-KERNELS |= {"implicit_filter_kernel", "long_conv_step_kernel"}
+KERNELS |= {"implicit_filter_kernel", "long_conv_step_kernel", "slot_step_kernel"}
 
-MIXERS = [(name, 2048) for name in ("lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d", "hyena")]
+MIXERS = [(name, 2048) for name in ("lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d", "hyena", "raven")]
 MIXERS += [("s5", 4096), ("hgrn", 4096)]
 
 
