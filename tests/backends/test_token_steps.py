@@ -9,7 +9,7 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
 from deltazoo.backends.ops.rms_norm import rms_norm
-from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, RWKV6, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, RWKV6, S4D, S5, LonghornDiagonal, Mamba, MixerConfig, Raven
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.parts.ssm import diagonal_ssm
@@ -25,6 +25,11 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "rwkv4": (RWKV4(channels=24), "wkv_step_kernel"),
     "rwkv6": (RWKV6(heads=2, mix_rank=3, decay_rank=5), "rwkv_step_kernel"),
     "rg_lru": (RGLRU(channels=40, blocks=2), "rg_lru_step_kernel"),
+    "raven": (Raven(heads=2, key_width=8, value_width=12, slots=6, active=3), "slot_step_kernel"),
+    "raven with shared keys": (
+        Raven(heads=4, key_value_heads=2, key_width=5, value_width=7, slots=9, active=2, router="softmax", scale=None),
+        "slot_step_kernel",
+    ),
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
 }
 OTHERS: dict[str, MixerConfig] = {
@@ -32,6 +37,8 @@ OTHERS: dict[str, MixerConfig] = {
     "hgrn": HGRN(turning=False),
     "rg_lru": RGLRU(conv_width=1),
     "rwkv6": RWKV6(heads=2, mix_rank=257),
+    "raven": Raven(heads=2, key_width=8, slots=6, active=3, gate=True),
+    "raven with shared keys": Raven(heads=2, key_width=8, slots=6, active=3, feature="relu"),
 }
 
 
