@@ -3,6 +3,8 @@
 B batch, S slots, H heads, C latent width, R rotary width
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,25 @@ _MAX_PARTS = 16
 
 def _attend(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -> Tensor:
     from deltazoo.backends.triton.attention.kernels.decode import combine_parts_kernel
-    from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     o = _fake(q, latent, ends, width, scale)
+    with torch.cuda.device_of(q):
+        partial, lse, traits = attend_parts(ready(q), ready(latent), ready(ends), width, scale)
+        tensors = {"partial": partial, "lse": lse, "o": o}
+        combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(4, overlap=traits.OVERLAP))
+        combine(lse.shape[0] * lse.shape[1], {})
+    return o
+
+
+def attend_parts(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -> tuple[Tensor, Tensor, Any]:
+    """Attend to parts of the slots. Args: contiguous tensors, of the sizes of `latent_attention_kernel`; width: C.
+
+    Returns: partial and lse, as of the kernel, and its traits.
+    """
+    from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
     (B, H, E), S = q.shape, latent.shape[1]
     device, groups = device_spec(device_of(q).index), cdiv(H, _ROWS)
     overlap, (BV, BR) = architecture(device) == "sm90", (max(16, power_of_two(x)) for x in (width, E - width))
@@ -44,15 +61,11 @@ def _attend(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -
         PARTS=1 << max(0, most.bit_length() - 1), SCALE=scale, PREC="tf32" if tf32_allowed() else "tf32x3",
         OVERLAP=overlap,
     )  # fmt: skip
-    options = Options(_WARPS, _STAGES, overlap=overlap)
     partial, lse = (q.new_empty(B, H, traits.PARTS, *shape, dtype=torch.float32) for shape in ((width,), ()))
-    tensors = {"q": ready(q), "latent": ready(latent), "ends": ready(ends), "partial": partial, "lse": lse, "o": o}
-    with torch.cuda.device_of(q):
-        attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, options)
-        attend(B * groups * traits.PARTS, {"S": S})
-        combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
-        combine(B * H, {})
-    return o
+    tensors = {"q": q, "latent": latent, "ends": ends, "partial": partial, "lse": lse}
+    attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, Options(_WARPS, _STAGES, overlap=overlap))
+    attend(B * groups * traits.PARTS, {"S": S})
+    return partial, lse, traits
 
 
 def _fake(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -> Tensor:
