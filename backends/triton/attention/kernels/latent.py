@@ -16,7 +16,7 @@ import triton.language as tl
 from deltazoo.backends.triton.attention.kernels.decode import bounds_of
 from deltazoo.backends.triton.attention.kernels.online_softmax import add_scores
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
-from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
 
 
 class LatentTraits(NamedTuple):
@@ -26,6 +26,7 @@ class LatentTraits(NamedTuple):
         H, V, R: heads, C and R. BV, BR: the powers of two from C and R on, at least 16.
         ROWS: heads of a program. BN: slots of a tile. PARTS: P, a power of two.
         SCALE: factor of q . z. PREC: input precision of float32 products. OVERLAP: see device/overlap.py.
+        PREFETCHED: tiles that a program requests before the preceding kernel has ended.
     """
 
     H: int
@@ -39,6 +40,19 @@ class LatentTraits(NamedTuple):
     SCALE: float
     PREC: str
     OVERLAP: bool
+    PREFETCHED: int
+
+
+@triton.jit
+def prefetch_slots(latent, n, end, traits: tl.constexpr):
+    """Prefetch PREFETCHED tiles from slot n on, but no slot from `end` on, into the L2 cache."""
+    E: tl.constexpr = traits.V + traits.R
+    NUMBERS: tl.constexpr = LINE // (latent.dtype.element_ty.primitive_bitwidth // 8)  # of a line
+    AT_ONCE: tl.constexpr = 128 * NUMBERS
+    last = tl.maximum(end * E - 1, 0)
+    line = tl.arange(0, 128) * NUMBERS
+    for first in range(0, tl.cdiv(traits.PREFETCHED * traits.BN * E, AT_ONCE)):
+        prefetch_line(latent + tl.minimum(n * E + first * AT_ONCE + line, last))
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -57,10 +71,17 @@ def latent_attention_kernel(q, latent, ends, partial, lse, S, traits: tl.constex
     GROUPS: tl.constexpr = (H + ROWS - 1) // ROWS
     if traits.OVERLAP:
         start_next()
-        wait_for_previous()
     part = tl.program_id(0) % traits.PARTS
     group = tl.program_id(0) // traits.PARTS % GROUPS
     b = tl.cast(tl.program_id(0) // (traits.PARTS * GROUPS), tl.int64)
+    latent += b * S * (C + R)
+    if traits.OVERLAP:
+        if traits.PREFETCHED > 0:
+            # The preceding kernel may yet write the number: it is a guess, and any slots may be prefetched.
+            guess = tl.load(ends + b, cache_modifier=".cg")
+            begin, stop = bounds_of(part, tl.maximum(tl.minimum(guess, S), 0).to(tl.int32), traits)
+            prefetch_slots(latent, begin, stop, traits)
+        wait_for_previous()
     end = tl.minimum(tl.load(ends + b), S).to(tl.int32)
     begin, stop = bounds_of(part, end, traits)
     head = group * ROWS + tl.arange(0, ROWS)
@@ -71,7 +92,6 @@ def latent_attention_kernel(q, latent, ends, partial, lse, S, traits: tl.constex
     q_c = tl.load(q + row[:, None] * (C + R) + c, mask=in_h & (c < C), other=0.0)
     if R > 0:
         q_r = tl.load(q + row[:, None] * (C + R) + C + r, mask=in_h & (r < R), other=0.0)
-    latent += b * S * (C + R)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     o_tile = tl.zeros([ROWS, BV], tl.float32)
