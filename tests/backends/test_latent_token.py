@@ -8,7 +8,7 @@ from torch import Tensor
 from triton_cases import DEVICE, DTYPES, needs_triton
 
 from deltazoo.backends.ops.rms_norm import rms_norm
-from deltazoo.backends.triton.attention import latent_op
+from deltazoo.backends.triton.attention import latent_op, latent_token_op
 from deltazoo.backends.triton.attention.latent_token_op import LatentTokenCall, attend_latent_token_
 from deltazoo.mixers.parts.rope_scaling import RopeScaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
@@ -121,7 +121,7 @@ def test_positions_of_ten_million_rotate_as_in_float64():
 @pytest.mark.parametrize("parts", [1, 2, 64])
 def test_any_number_of_parts_gives_the_same_result(parts, monkeypatch):
     monkeypatch.setattr(latent_op, "_TILE_BYTES", 16)
-    monkeypatch.setattr(latent_op, "_MAX_PARTS", parts)
+    monkeypatch.setattr(latent_token_op, "_MAX_PARTS", parts)
     call = case(Sizes(1, 1030, 1, 6, 20, 24, 4), torch.float32)
     reference, _ = expected(call, None)
     torch.testing.assert_close(attend_latent_token_(call).double(), reference, rtol=1e-4, atol=1e-5)

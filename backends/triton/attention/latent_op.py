@@ -23,7 +23,7 @@ _ROWS, _WARPS = 16, 4  # heads of a program
 _STAGES = 3  # tiles in flight, and one
 _RESERVED = 2048  # bytes of shared memory of a program beside its tiles
 _TILE_BYTES = 65536  # of c of a tile of slots
-_MAX_PARTS = 16
+_MAX_PARTS = 16  # for combine_parts_kernel, which loads all parts of a head at once
 _PREFETCHED = 2  # tiles of a program: all programs of 64 rows request 19 MB while the kernel before them runs
 
 
@@ -33,22 +33,26 @@ def _attend(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -
 
     o = _fake(q, latent, ends, width, scale)
     with torch.cuda.device_of(q):
-        partial, lse, traits = attend_parts(ready(q), ready(latent), ready(ends), width, scale)
+        partial, lse, traits = attend_parts(ready(q), ready(latent), ready(ends), (width, scale), _MAX_PARTS)
         tensors = {"partial": partial, "lse": lse, "o": o}
         combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(4, overlap=traits.OVERLAP))
         combine(lse.shape[0] * lse.shape[1], {})
     return o
 
 
-def attend_parts(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -> tuple[Tensor, Tensor, Any]:
-    """Attend to parts of the slots. Args: contiguous tensors, of the sizes of `latent_attention_kernel`; width: C.
+def attend_parts(
+    q: Tensor, latent: Tensor, ends: Tensor, kind: tuple[int, float], most_parts: int
+) -> tuple[Tensor, Tensor, Any]:
+    """Attend to parts of the slots.
+
+    Args: contiguous tensors, of the sizes of `latent_attention_kernel`; kind: C, and the factor on the scores.
 
     Returns: partial and lse, as of the kernel, and its traits.
     """
     from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (B, H, E), S = q.shape, latent.shape[1]
+    (B, H, E), S, (width, scale) = q.shape, latent.shape[1], kind
     device, groups = device_spec(device_of(q).index), cdiv(H, _ROWS)
     overlap, (BV, BR) = architecture(device) == "sm90", (max(16, power_of_two(x)) for x in (width, E - width))
     row_bytes, tile = (BV + BR) * q.dtype.itemsize, max(16, min(64, _TILE_BYTES // (BV * q.dtype.itemsize)))
@@ -56,7 +60,7 @@ def attend_parts(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: flo
     while tile > 16 and (_STAGES - 1) * tile * row_bytes > available:
         tile //= 2
     # at most one program per SM: the results of the parts are as large as many slots
-    most = min(_MAX_PARTS, device.processors // (B * groups), cdiv(S, tile))
+    most = min(most_parts, device.processors // (B * groups), cdiv(S, tile))
     traits = LatentTraits(
         H=H, V=width, R=E - width, BV=BV, BR=BR, ROWS=_ROWS, BN=tile,
         PARTS=1 << max(0, most.bit_length() - 1), SCALE=scale, PREC="tf32" if tf32_allowed() else "tf32x3",

@@ -20,6 +20,7 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_HEAD = 256  # K and V
+_MAX_PARTS = 64  # with 16, one row of a long text would occupy 16 SMs
 _COLUMN_BYTES = 128  # of c of a tile of queries
 _QUERY_ROWS = 64
 _PAIRS_AT_ONCE = 1024  # of channels of queries
@@ -72,7 +73,7 @@ def _attend(*arguments: Any) -> Tensor:
     )  # fmt: skip
     with torch.cuda.device_of(call.q):
         query = _queries(prepared)
-        partial, lse, _ = attend_parts(query, cache, seen, call.weight.shape[1], call.scale)
+        partial, lse, _ = attend_parts(query, cache, seen, (call.weight.shape[1], call.scale), _MAX_PARTS)
         _output(prepared, partial, lse, o)
     for given, written in ((call.cache, cache), (call.seen, seen)):
         mark_written(given, written)
