@@ -59,6 +59,14 @@ def case(x: Sizes, dtype: torch.dtype, scaling: RopeScaling | None = None, posit
     )  # fmt: skip
 
 
+def take_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    """Let sequences have up to this many parts, of one tile or more: the interpreter is a device of one SM."""
+    device_spec = latent_op.device_spec
+    monkeypatch.setattr(latent_op, "device_spec", lambda index: device_spec(index)._replace(processors=1024))
+    monkeypatch.setattr(latent_op, "_TILE_BYTES", 16)
+    monkeypatch.setattr(latent_token_op, "_MAX_PARTS", parts)
+
+
 def expected(call: LatentTokenCall, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
     """Return o and the new cache, from the equations in float64."""
     (B, S, _, E), H, C = call.cache.shape, call.heads, call.weight.shape[1]
@@ -90,7 +98,7 @@ def expected(call: LatentTokenCall, scaling: RopeScaling | None) -> tuple[Tensor
     "name", [pytest.param("scaled frequencies", marks=pytest.mark.kernel_smoke), *({*CASES} - {"scaled frequencies"})]
 )
 def test_a_token_attends_to_the_cache_and_joins_it(name, dtype, monkeypatch):
-    monkeypatch.setattr(latent_op, "_TILE_BYTES", 16)
+    take_parts(monkeypatch, 4)
     sizes, scaling = CASES[name]
     call = case(sizes, dtype, scaling)
     seen, reference = call.seen.clone(), expected(call, scaling)
@@ -120,8 +128,7 @@ def test_positions_of_ten_million_rotate_as_in_float64():
 @needs_triton
 @pytest.mark.parametrize("parts", [1, 2, 64])
 def test_any_number_of_parts_gives_the_same_result(parts, monkeypatch):
-    monkeypatch.setattr(latent_op, "_TILE_BYTES", 16)
-    monkeypatch.setattr(latent_token_op, "_MAX_PARTS", parts)
+    take_parts(monkeypatch, parts)
     call = case(Sizes(1, 1030, 1, 6, 20, 24, 4), torch.float32)
     reference, _ = expected(call, None)
     torch.testing.assert_close(attend_latent_token_(call).double(), reference, rtol=1e-4, atol=1e-5)
