@@ -17,10 +17,11 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_LATENT, MAX_ROTARY = 512, 128
-# Attention of 64 rows, 513 of 577 slots, 16 heads, C = 512 and R = 64 on an H200, us: 19.9 with this launch, 21.0 with
-# 8 warps, 25.5 with 8 warps and half the tile and one more stage, 23.8 with half the tile and two programs per SM.
+# Attention of 64 rows, 513 of 577 slots, 16 heads, C = 512 and R = 64 on an H200, us, with the
+# heads as rows of the products: 19.9 with this launch, 21.0 with 8 warps, 25.5 with 8 warps and half the tile and one
+# more stage, 23.8 with half the tile and two programs per SM.
 _ROWS, _WARPS = 16, 4  # heads of a program
-_STAGES = 3  # tiles in flight, and one
+_BUFFERS = 2  # tiles in shared memory
 _RESERVED = 2048  # bytes of shared memory of a program beside its tiles
 _TILE_BYTES = 65536  # of c of a tile of slots
 _MAX_PARTS = 16  # for combine_parts_kernel, which loads all parts of a head at once
@@ -57,7 +58,7 @@ def attend_parts(
     overlap, (BV, BR) = architecture(device) == "sm90", (max(16, power_of_two(x)) for x in (width, E - width))
     row_bytes, tile = (BV + BR) * q.dtype.itemsize, max(16, min(64, _TILE_BYTES // (BV * q.dtype.itemsize)))
     available = device.shared_memory - _RESERVED - _ROWS * row_bytes
-    while tile > 16 and (_STAGES - 1) * tile * row_bytes > available:
+    while tile > 16 and _BUFFERS * tile * row_bytes > available:
         tile //= 2
     # at most one program per SM: the results of the parts are as large as many slots
     most = min(most_parts, device.processors // (B * groups), cdiv(S, tile))
@@ -68,7 +69,9 @@ def attend_parts(
     )  # fmt: skip
     partial, lse = (q.new_empty(B, H, traits.PARTS, *shape, dtype=torch.float32) for shape in ((width,), ()))
     tensors = {"q": q, "latent": latent, "ends": ends, "partial": partial, "lse": lse}
-    attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, Options(_WARPS, _STAGES, overlap=overlap))
+    # products of sm_90 read a tile from shared memory while later ones arrive: the compiler adds a buffer for them
+    options = Options(_WARPS, _BUFFERS if overlap else _BUFFERS + 1, overlap=overlap)
+    attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, options)
     attend(B * groups * traits.PARTS, {"S": S})
     return partial, lse, traits
 
