@@ -16,9 +16,12 @@ pytestmark = [
     pytest.mark.kernels,
     pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only"),
 ]
-KERNELS = {"complex_step_kernel", "rg_lru_step_kernel", "rotating_step_kernel", "wkv_step_kernel"}
+KERNELS = {
+    "complex_step_kernel", "rg_lru_step_kernel", "rotating_step_kernel", "selective_step_kernel", "wkv_step_kernel",
+}  # fmt: skip
 
-MIXERS = [(name, 2048) for name in ("lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d")] + [("s5", 4096), ("hgrn", 4096)]
+NAMES = ("lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d", "mamba")
+MIXERS = [(name, 2048) for name in NAMES] + [("s5", 4096), ("hgrn", 4096)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
