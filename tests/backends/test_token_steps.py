@@ -9,7 +9,21 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
 from deltazoo.backends.ops.rms_norm import rms_norm
-from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers import (
+    H3,
+    HGRN,
+    LRU,
+    MLSTM,
+    RGLRU,
+    RWKV4,
+    S4D,
+    S5,
+    GatedRFA,
+    LinearAttention,
+    LonghornDiagonal,
+    Mamba,
+    MixerConfig,
+)
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.parts.ssm import diagonal_ssm
@@ -25,11 +39,15 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "rwkv4": (RWKV4(channels=24), "wkv_step_kernel"),
     "rg_lru": (RGLRU(channels=40, blocks=2), "rg_lru_step_kernel"),
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
+    "linear_attention": (LinearAttention(heads=2, key_width=5, value_width=7), "normalised_step_kernel"),
+    "gated_rfa": (GatedRFA(heads=2, key_width=6, value_width=5, features=3), "normalised_step_kernel"),
+    "mlstm": (MLSTM(heads=1, value_heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
 }
 OTHERS: dict[str, MixerConfig] = {
     "s5": S5(discretisation="bilinear"),
     "hgrn": HGRN(turning=False),
     "rg_lru": RGLRU(conv_width=1),
+    "linear_attention": LinearAttention(heads=2, key_value_heads=1),
 }
 
 
@@ -70,7 +88,9 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "lru", "rwkv4"])
+@pytest.mark.parametrize(
+    "name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "mlstm", "lru", "rwkv4"]
+)
 @torch.no_grad()
 def test_a_residual_step_norms_its_input(name, monkeypatch):
     monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
