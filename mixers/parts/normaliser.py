@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_, takes_state
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import Decay
 from deltazoo.mixers.core.decode_maps import adds_to_product
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
@@ -34,7 +35,7 @@ class _Step(NamedTuple):
 
     feature: str
     gates: str = "none"
-    decay: str = "none"
+    decay: Decay = "none"
     maps: Mapping[str, nn.Module] = {}
     bias: Tensor | None = None
     largest: Tensor | None = None
@@ -66,7 +67,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         assert isinstance(project, QKVProjection) and isinstance(update, Update)
         maps = {"qkv": project.to_qkv, **step.maps}
         _, H, _, K, V, _ = update.shape
-        if not _is_plain_sum(update, step.decay) or not project.is_one_map() or not takes_state(K, V - 1):
+        if not update.is_decayed_sum(step.decay) or not project.is_one_map() or not takes_state(K, V - 1):
             return None
         linears = [linear for linear in maps.values() if adds_to_product(linear, call.x)]
         if len(linears) < len(maps):
@@ -154,12 +155,4 @@ def _exponential_step(call: TokenCall) -> _Step | None:
     return _Step(
         "identity", "exponential", "head", {"raw": gates.proj, "gate": output_gate.proj}, gates.proj.bias,
         call.state_of(gates), None, None, norm.kind, norm.weight, norm.eps, output_gate.activation,
-    )  # fmt: skip
-
-
-def _is_plain_sum(update: Update, decay: str) -> bool:
-    """Whether an update adds a write to the decayed state, which it reads after that."""
-    spec = update.spec
-    return (spec.transition, spec.beta, spec.read, spec.householders, spec.decay) == (
-        "additive", "none", "after", 1, decay,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from deltazoo.mixers import (
     RWKV4,
     S4D,
     S5,
+    ABCAttention,
     GatedRFA,
     LinearAttention,
     LonghornDiagonal,
@@ -41,6 +42,7 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
     "linear_attention": (LinearAttention(heads=2, key_width=5, value_width=7), "normalised_step_kernel"),
     "gated_rfa": (GatedRFA(heads=2, key_width=6, value_width=5, features=3), "normalised_step_kernel"),
+    "abc": (ABCAttention(heads=2, key_width=5, value_width=6, slots=3), "slots_step_kernel"),
     "mlstm": (MLSTM(heads=1, value_heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
 }
 OTHERS: dict[str, MixerConfig] = {
@@ -89,7 +91,7 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "mlstm", "lru", "rwkv4"]
+    "name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "mlstm", "abc", "lru", "rwkv4"]
 )
 @torch.no_grad()
 def test_a_residual_step_norms_its_input(name, monkeypatch):

@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.gemv import products as products_of_few_rows
+from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.triton.decode.slots_op import SlotsCall, slots_step_, takes_slots
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     HeadShape,
@@ -25,8 +29,13 @@ from deltazoo.mixers.core.part import (
     ResizesHeads,
     Stateful,
 )
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.projections import QKVProjection
+from deltazoo.mixers.parts.rotary import Rotary
 
 RouterScore = Literal["sigmoid", "softmax"]
 ROUTER_EPS = 1e-9
@@ -122,7 +131,7 @@ class RoutedSlots(SlotKeyPass):
         return f"slots={self.slots}, active={self.active}, score={self.score!r}"
 
 
-class SoftmaxSlots(SlotKeyPass, Stateful):
+class SoftmaxSlots(SlotKeyPass, Stateful, TokenStep):
     """w_t = exp(s_t - z_t) and a_t = exp(z_(t-1) - z_t) = 1 - w_t with z_t = log sum_(i <= t) exp(s_i) and s = W x.
 
     Each slot is thus a mean of all keys, weighted by a softmax of s over time. s is clamped to +-32, as in fla.
@@ -140,6 +149,33 @@ class SoftmaxSlots(SlotKeyPass, Stateful):
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return softmax_over_time(raw, state, context)
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        before, after = (QKVProjection, Rotary, SoftmaxSlots), (SlotValuePass, HeadNorm, OutputGate)
+        if not call.has_parts(*before, Update, *after) or self.groups > 1:
+            return None
+        project, rotary, _, update, second, norm, gate = call.parts.values()
+        assert isinstance(project, QKVProjection) and isinstance(rotary, Rotary) and isinstance(update, Update)
+        assert isinstance(second, SlotValuePass) and isinstance(norm, HeadNorm) and isinstance(gate, OutputGate)
+        values, K = call.state_of(second), update.shape.key_width
+        if not update.is_decayed_sum("head") or not project.is_one_map() or not is_plain(second.update):
+            return None
+        if norm.weight is None or norm.bias is not None or norm.groups != self.heads:
+            return None
+        maps = [linear for linear in (project.to_qkv, self.proj, gate.proj) if reads_weight(linear, call.x)]
+        if len(maps) < 3 or not takes_slots(self.slots, K, values.shape[3]):
+            return None
+        seen, positions = call.state_of(rotary), call.context.positions
+        position = seen.clone() if positions is None else positions[:, 0]
+        seen += 1
+        qkv, raw, output_gate = products_of_few_rows(call.x[:, 0], [linear.weight for linear in maps], call.norm)
+        o = slots_step_(
+            SlotsCall(
+                self.heads, qkv, raw, output_gate, position, call.state_of(self), call.states["update"], values,
+                norm.weight, norm.kind, norm.eps, gate.activation, rotary.theta, update.spec.scale_of(K),
+            )
+        )  # fmt: skip
+        return TokenOutput(o[:, None])
 
     def extra_repr(self) -> str:
         return f"slots={self.slots}"
