@@ -24,6 +24,7 @@ from deltazoo.mixers import (
     LonghornDiagonal,
     Mamba,
     MixerConfig,
+    Rodimus,
 )
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
@@ -43,6 +44,7 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "linear_attention": (LinearAttention(heads=2, key_width=5, value_width=7), "normalised_step_kernel"),
     "gated_rfa": (GatedRFA(heads=2, key_width=6, value_width=5, features=3), "normalised_step_kernel"),
     "abc": (ABCAttention(heads=2, key_width=5, value_width=6, slots=3), "slots_step_kernel"),
+    "rodimus": (Rodimus(key_width=5, expand=1, gate_rank=3), "tempered_step_kernel"),
     "mlstm": (MLSTM(heads=1, value_heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
 }
 OTHERS: dict[str, MixerConfig] = {
@@ -50,6 +52,7 @@ OTHERS: dict[str, MixerConfig] = {
     "hgrn": HGRN(turning=False),
     "rg_lru": RGLRU(conv_width=1),
     "linear_attention": LinearAttention(heads=2, key_value_heads=1),
+    "rodimus": Rodimus(key_width=5, expand=1, conv_width=1),
 }
 
 
@@ -91,7 +94,8 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "mlstm", "abc", "lru", "rwkv4"]
+    "name",
+    ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "mlstm", "abc", "rodimus", "lru", "rwkv4"],
 )
 @torch.no_grad()
 def test_a_residual_step_norms_its_input(name, monkeypatch):

@@ -18,10 +18,12 @@ pytestmark = [
 ]
 KERNELS = {
     "complex_step_kernel", "normalised_step_kernel", "rg_lru_step_kernel", "rotating_step_kernel",
-    "selective_step_kernel", "slots_step_kernel", "wkv_step_kernel",
+    "selective_step_kernel", "slots_step_kernel", "tempered_step_kernel", "wkv_step_kernel",
 }  # fmt: skip
 
-NAMES = ("lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d", "mamba", "mlstm", "gated_rfa", "linear_attention", "abc")
+NAMES = (
+    "lru", "hgrn", "rwkv4", "rg_lru", "h3", "s4d", "mamba", "mlstm", "gated_rfa", "linear_attention", "abc", "rodimus",
+)  # fmt: skip
 MIXERS = [(name, 2048) for name in NAMES] + [("s5", 4096), ("hgrn", 4096)]
 
 
