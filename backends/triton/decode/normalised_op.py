@@ -19,7 +19,9 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 MAX_ROWS, MAX_WIDTH = 512, 512  # rows and columns of a head's state, the normaliser apart
 _STATES, _STATES_PER_WARP, _WARPS = 16384, 2048, 8  # of a program at a time
 _WEIGHTS = 8192  # of a program's product with random directions
-_REGISTERS = 128  # of a thread with random features, so that two programs fit an SM; the compiler would take 179
+# Of a thread with random features and one tile, so that two programs fit an SM; the compiler would take 179. With
+# several tiles they would spill.
+_REGISTERS = 128
 _OF_TOKEN = ("qkv", "raw", "gate")  # columns of one tensor: their rows may be apart
 _IN_PLACE = ("largest", "states")
 
@@ -92,7 +94,7 @@ def _step(*arguments: Any) -> Tensor:
     )  # fmt: skip
     warps = limit_warps(max(1, min(_WARPS, halves * BR * BV // _STATES_PER_WARP)), halves * BR * BV)
     with torch.cuda.device_of(call.qkv):
-        options = Options(warps, registers=_REGISTERS if R else None, overlap=overlap)
+        options = Options(warps, registers=_REGISTERS if R and V <= BV else None, overlap=overlap)
         launcher(normalised_step_kernel, tensors, {"traits": traits}, options)(B * HV, {"scale": call.scale})
     finish(call, tensors, [name for name in _IN_PLACE if tensors[name] is not None])
     return o
