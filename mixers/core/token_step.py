@@ -50,11 +50,13 @@ class TokenOutput(NamedTuple):
 
     o: [B, 1, HV V]. direct: result of the map that bypasses the update, [B, 1, D]; None: not computed.
     intermediates: tensors for later layers, by name; None: there are none.
+    norm: of o, not yet applied; None: there is none.
     """
 
     o: Tensor
     direct: Tensor | None = None
     intermediates: Mapping[str, Tensor] | None = None
+    norm: Norm | None = None
 
 
 class TokenStep(ABC):

@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain
-from deltazoo.backends.triton.element.slot_op import SlotCall, slot_step_, takes_slots
+from deltazoo.backends.triton.decode.softmax_slots_op import SoftmaxSlotsCall, softmax_slots_step_, takes_softmax_slots
+from deltazoo.backends.triton.element.routed_slots_op import RoutedSlotsCall, routed_slots_step_, takes_routed_slots
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.decode_maps import apply_maps
+from deltazoo.mixers.core.decode_maps import apply_maps, reads_weight
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import (
     HeadShape,
@@ -36,9 +38,10 @@ from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
 from deltazoo.mixers.parts.feature_maps import FeatureMap
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
-from deltazoo.mixers.parts.gates.output_gates import OutputSilu
+from deltazoo.mixers.parts.gates.output_gates import OutputGate, OutputSilu
 from deltazoo.mixers.parts.norms import HeadNorm, KeyNorm, norm_before_product
 from deltazoo.mixers.parts.projections import QKVProjection, ShareKeyValues
+from deltazoo.mixers.parts.rotary import Rotary
 
 RouterScore = Literal["sigmoid", "softmax"]
 ROUTER_EPS = 1e-9
@@ -144,17 +147,19 @@ class RoutedSlots(SlotKeyPass, TokenStep):
             return None
         if (decay.per, decay.bound, decay.limits, decay.writes) != ("head", None, (0.0, None), False):
             return None
-        if not takes_slots(self.slots, shape.key_width, shape.value_width) or not second.has_decode_kernels(call.x):
+        if not takes_routed_slots(self.slots, shape.key_width, shape.value_width) or not second.has_decode_kernels(
+            call.x
+        ):
             return None
         products = apply_maps(call.x, {"qkv": project.to_qkv, "decay": decay.proj, "slots": self.proj}, call.norm)
         qkv, raw_decay, raw_slots = (products[name][:, 0] for name in ("qkv", "decay", "slots"))
         q, k, v = qkv.split([part.channels for part in project.unconvolved], -1)
-        slot_call = SlotCall(
+        slot_call = RoutedSlotsCall(
             q, k, v, raw_decay, raw_slots, q_norm.weight, k_norm.weight, decay.A_log, decay.dt_bias,
             keys=call.states["update"], values=call.state_of(second), active=self.active,
             softmax=self.score == "softmax", scale=spec.scale_of(shape.key_width), eps=q_norm.eps,
         )  # fmt: skip
-        o = torch.unflatten(slot_step_(slot_call)[:, None], 2, (-1, shape.value_width))
+        o = torch.unflatten(routed_slots_step_(slot_call)[:, None], 2, (-1, shape.value_width))
         o = call.part(HeadNorm).transform(call.part(OutputSilu).transform(o, call.x), call.x)
         return TokenOutput(o.flatten(2))
 
@@ -162,7 +167,7 @@ class RoutedSlots(SlotKeyPass, TokenStep):
         return f"slots={self.slots}, active={self.active}, score={self.score!r}"
 
 
-class SoftmaxSlots(SlotKeyPass, Stateful):
+class SoftmaxSlots(SlotKeyPass, Stateful, TokenStep):
     """w_t = exp(s_t - z_t) and a_t = exp(z_(t-1) - z_t) = 1 - w_t with z_t = log sum_(i <= t) exp(s_i) and s = W x.
 
     Each slot is thus a mean of all keys, weighted by a softmax of s over time. s is clamped to +-32, as in fla.
@@ -180,6 +185,33 @@ class SoftmaxSlots(SlotKeyPass, Stateful):
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return softmax_over_time(raw, state, context)
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        before, after = (QKVProjection, Rotary, SoftmaxSlots), (SlotValuePass, HeadNorm, OutputGate)
+        if not call.has_parts(*before, Update, *after) or self.groups > 1:
+            return None
+        project, rotary, _, update, second, norm, gate = call.parts.values()
+        assert isinstance(project, QKVProjection) and isinstance(rotary, Rotary) and isinstance(update, Update)
+        assert isinstance(second, SlotValuePass) and isinstance(norm, HeadNorm) and isinstance(gate, OutputGate)
+        values, K = call.state_of(second), update.shape.key_width
+        if not update.is_decayed_sum("head") or not project.is_one_map() or not is_plain(second.update):
+            return None
+        if norm.weight is None or norm.bias is not None or norm.groups != self.heads:
+            return None
+        maps = [linear for linear in (project.to_qkv, self.proj, gate.proj) if reads_weight(linear, call.x)]
+        if len(maps) < 3 or not takes_softmax_slots(self.slots, K, values.shape[3]):
+            return None
+        seen, positions = call.state_of(rotary), call.context.positions
+        position = seen.clone() if positions is None else positions[:, 0]
+        seen += 1
+        qkv, raw, output_gate = products_of_few_rows(call.x[:, 0], [linear.weight for linear in maps], call.norm)
+        o = softmax_slots_step_(
+            SoftmaxSlotsCall(
+                self.heads, qkv, raw, output_gate, position, call.state_of(self), call.states["update"], values,
+                norm.weight, norm.kind, norm.eps, gate.activation, rotary.theta, update.spec.scale_of(K),
+            )
+        )  # fmt: skip
+        return TokenOutput(o[:, None])
 
     def extra_repr(self) -> str:
         return f"slots={self.slots}"

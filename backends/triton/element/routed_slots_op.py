@@ -1,4 +1,4 @@
-"""Operator and launch of one token of attention to routed slots; kernels/slot_step.py states the equations.
+"""Operator and launch of one token of attention to routed slots; kernels/routed_slots_step.py states the equations.
 
 B rows, H heads, G key-value heads, M slots, K key width, V value width
 """
@@ -22,8 +22,8 @@ _OF_TOKEN = ("q", "k", "v", "decay", "scores")  # columns of one tensor: their r
 _IN_PLACE = ("keys", "values")
 
 
-class SlotCall(NamedTuple):
-    """The operator's arguments: tensors as of `slot_step_kernel`.
+class RoutedSlotsCall(NamedTuple):
+    """The operator's arguments: tensors as of `routed_slots_step_kernel`.
 
     Args:
         keys: [B, H M, K, 1]. values: [B, H, M, V]. active: slots that a token writes to.
@@ -47,22 +47,22 @@ class SlotCall(NamedTuple):
     eps: float
 
 
-def takes_slots(slots: int, key_width: int, value_width: int) -> bool:
+def takes_routed_slots(slots: int, key_width: int, value_width: int) -> bool:
     """Whether the kernel takes states of these sizes."""
     return power_of_two(slots) * power_of_two(max(key_width, value_width)) <= _MOST
 
 
-def slot_step_(call: SlotCall) -> Tensor:
+def routed_slots_step_(call: RoutedSlotsCall) -> Tensor:
     """Decode one token per row; `keys` and `values` change in place. Returns: o [B, H V] in the dtype of q."""
     o: Tensor = _step_op(*call)
     return o
 
 
 def _step(*arguments: Any) -> Tensor:
-    from deltazoo.backends.triton.element.kernels.slot_step import SlotTraits, slot_step_kernel
+    from deltazoo.backends.triton.element.kernels.routed_slots_step import SlotTraits, routed_slots_step_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    call, o = SlotCall(*arguments), _fake(*arguments)
+    call, o = RoutedSlotsCall(*arguments), _fake(*arguments)
     (B, H, M, V), K, G = call.values.shape, call.q_weight.shape[0], call.A_log.shape[0]
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
     rows_equally_apart(tensors, _OF_TOKEN)
@@ -74,19 +74,19 @@ def _step(*arguments: Any) -> Tensor:
     )  # fmt: skip
     warps = limit_warps(_WARPS, sizes["BM"] * min(sizes["BK"], sizes["BV"]))
     with torch.cuda.device_of(call.q):
-        launcher(slot_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))(B * H, {})
+        launcher(routed_slots_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))(B * H, {})
     finish(call, tensors, _IN_PLACE)
     return o
 
 
 def _fake(*arguments: Any) -> Tensor:
-    call = SlotCall(*arguments)
+    call = RoutedSlotsCall(*arguments)
     B, H, _, V = call.values.shape
     return call.q.new_empty(B, H * V)
 
 
 _step_op = operator(
-    f"triton_slot_step_({schema(SlotCall, *_IN_PLACE)}) -> Tensor",
+    f"triton_slot_step_({schema(RoutedSlotsCall, *_IN_PLACE)}) -> Tensor",
     _step,
     compiled_ahead(_step, _fake),
     any_layout=True,

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import DEVICE, needs_triton
 
-from deltazoo.backends.triton.element.slot_op import SlotCall, slot_step_
+from deltazoo.backends.triton.element.routed_slots_op import RoutedSlotsCall, routed_slots_step_
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -17,19 +17,19 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 def case(
     B: int, heads: tuple[int, int], M: int, K: int, V: int, dtype: torch.dtype, active: int = 3, softmax: bool = False
-) -> SlotCall:
+) -> RoutedSlotsCall:
     """Return a call. Args: heads: H and G."""
     H, G = heads
     sizes = (H * K, G * K, G * V, G, G * M)
     q, k, v, decay, scores = draw(B, sum(sizes) + 1, seed=0).to(dtype)[:, :-1].split(sizes, 1)  # their rows are apart
-    return SlotCall(
+    return RoutedSlotsCall(
         q, k, v, decay, scores, *(1 + 0.1 * draw(2, K, seed=1).to(dtype)), *draw(2, G, seed=2).to(dtype),
         keys=draw(B, H * M, K, 1, seed=3), values=draw(B, H, M, V, seed=4), active=active, softmax=softmax, scale=0.7,
         eps=1e-5,
     )  # fmt: skip
 
 
-def expected(call: SlotCall) -> tuple[Tensor, Tensor, Tensor]:
+def expected(call: RoutedSlotsCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return o and the new states from the equations in float64."""
     q, k, v, decay, scores, q_weight, k_weight, A_log, dt_bias, keys, values = (x.double() for x in call[:11])
     (B, H, M, V), K, G = call.values.shape, len(q_weight), len(A_log)
@@ -60,7 +60,7 @@ def expected(call: SlotCall) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_token_equals_its_equations(B, heads, M, K, V, softmax, dtype):
     call = case(B, heads, M, K, V, dtype, softmax=softmax)
     reference = expected(call)
-    results = slot_step_(call), call.keys.view(reference[1].shape), call.values
+    results = routed_slots_step_(call), call.keys.view(reference[1].shape), call.values
     for ours, wide in zip(results, reference, strict=True):
         assert (ours.double() - wide).norm() <= TOLERANCES[dtype] * wide.norm()
 
@@ -71,7 +71,7 @@ def test_of_equal_scores_the_first_slots_are_active(active):
     call = case(4, (2, 2), 16, 8, 8, torch.float32, active=active)
     call.scores.copy_(call.scores.round())  # about four different numbers
     before, reference = call.keys.view(4, 2, 16, 8).clone(), expected(call)
-    slot_step_(call)
+    routed_slots_step_(call)
     keys = call.keys.view(before.shape)
     torch.testing.assert_close(keys.double(), reference[1], rtol=1e-5, atol=1e-6)
     is_written = (keys != before).any(-1)

@@ -85,7 +85,7 @@ def route(scores, m, traits: tl.constexpr):
 
 
 @triton.jit
-def slot_step_kernel(
+def routed_slots_step_kernel(
     q, k, v, decay, scores, q_weight, k_weight, A_log, dt_bias, keys, values, o, traits: tl.constexpr
 ):  # fmt: skip
     """Decode the token of a head.
