@@ -16,11 +16,11 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def case(B: int, C: int, N: int, R: int, longhorn: bool, dtype: torch.dtype) -> SelectiveCall:
-    wide = draw(B, 2 * C + 3, seed=1).to(dtype)  # the rows of the values and of the gate are apart
+    wide = draw(B, 2 * C + 3, seed=1).to(dtype)  # the rows of the gate are apart
     A_log = None if longhorn else torch.arange(1.0, N + 1, device=DEVICE).log().expand(C, N).to(dtype)
     bias = draw(C, seed=4) - 6 * (not longhorn)  # step sizes of Mamba are small
     return SelectiveCall(
-        v=wide[:, :C], streams=draw(B, R + 2 * N, seed=2).to(dtype), gate=wide[:, C : 2 * C],
+        v=draw(B, C, seed=0).to(dtype), streams=draw(B, R + 2 * N, seed=2).to(dtype), gate=wide[:, C : 2 * C],
         to_step=(draw(C, R, seed=3) * R**-0.5).to(dtype), bias=bias.to(dtype), A_log=A_log,
         skip=draw(C, seed=5).to(dtype), states=draw(B, C, N, seed=6),
     )  # fmt: skip

@@ -21,11 +21,10 @@ _ROWS, _STATES, _RANKS = 16, 4096, 128  # of a program; ranks of one of its prod
 # 64 rows of 4096 channels on an H200, us with a copy of the gate that this launch no longer makes: Mamba 20.9, 21.5 and
 # 24.1 with 2, 4 and 8 warps, Longhorn 18.8, 20.3 and 23.3.
 _WARPS = 2
-_WARPS_OF_FLOAT32 = 4  # with 2 the product spills registers
 
 
 class SelectiveCall(NamedTuple):
-    """The operator's arguments: tensors as of `selective_step_kernel`. The rows of v, streams and gate may be apart.
+    """The operator's arguments: tensors as of `selective_step_kernel`. The rows of streams and gate may be apart.
 
     Args: A_log: None: the update is that of Longhorn.
     """
@@ -47,17 +46,16 @@ def _step(*arguments: Any) -> Tensor:
     call, o = SelectiveCall(*arguments), _fake(*arguments)
     (B, C), R = call.v.shape, call.to_step.shape[1]
     N = (call.streams.shape[1] - R) // 2
-    tensors = step_tensors(call, ("v", "streams", "gate"), ("states",)) | {"o": o}
+    tensors = step_tensors(call, ("streams", "gate"), ("states",)) | {"o": o}
     overlap = architecture(device_spec(device_of(call.v).index)) == "sm90"
     channels = max(16, _STATES // (_ROWS * power_of_two(N)))
     traits = SelectiveTraits(
         C=C, N=N, R=R, BN=power_of_two(N), BR=max(16, min(_RANKS, power_of_two(R))), ROWS=_ROWS, CHANNELS=channels,
-        VALUES=tensors["v"].stride(0), STREAMS=tensors["streams"].stride(0), GATE=tensors["gate"].stride(0),
-        LONGHORN=call.A_log is None, OVERLAP=overlap,
+        STREAMS=tensors["streams"].stride(0), GATE=tensors["gate"].stride(0), LONGHORN=call.A_log is None,
+        OVERLAP=overlap,
     )  # fmt: skip
     with torch.cuda.device_of(call.v):
-        warps = _WARPS_OF_FLOAT32 if call.v.dtype == torch.float32 else _WARPS
-        run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
+        run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(_WARPS, overlap=overlap))
         run(cdiv(B, _ROWS) * cdiv(C, channels), {"B": B})
     finish(call, tensors, ("states",))
     return o

@@ -8,13 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from deltazoo.backends.ops.gemv import Convolution
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.selective_step import MAX_STATES, SelectiveCall, selective_step_
 from deltazoo.backends.torch_ext.plain_module import is_plain
-from deltazoo.backends.triton.conv.op import too_many_taps
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, convolves
+from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -107,16 +105,9 @@ class SelectiveOperands(OperandPart, TokenStep):
             return None
         if project.conv is not None and (type(project.conv) is not ShortConv or not is_plain(project.conv)):
             return None
-        convolution = None
-        if project.conv is not None and not too_many_taps(project.conv.weight.shape[1]):
-            history = call.state_of(project)
-            convolution = Convolution(history, project.conv.weight, project.conv.bias, project.parts[0].silu)
-            convolution = convolution if convolves(x, project.to_v, convolution) else None
-        products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm, convolution)
-        v = products["project"]
-        if convolution is None:
-            v = project.convolve(v, call.states.get("project"), call.context)[0]
-        v, gate = v[:, 0], products["gate"][:, 0]
+        products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm)
+        v = project.convolve(products["project"], call.states.get("project"), call.context)[0][:, 0]
+        gate = products["gate"][:, 0]
         streams = products_of_few_rows(v, [self.proj.weight])[0]
         o = selective_step_(SelectiveCall(v, streams, gate, step.weight, step.bias, self.A_log, skip.D, states))
         return TokenOutput(o[:, None])

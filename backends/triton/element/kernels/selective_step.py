@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import softplus
-from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
 
 class SelectiveTraits(NamedTuple):
@@ -23,7 +23,7 @@ class SelectiveTraits(NamedTuple):
     Args:
         C, N, R: sizes. BN: N as a power of two. BR: ranks of a product, a power of two.
         ROWS, CHANNELS: of a program, at least 16.
-        VALUES, STREAMS, GATE: elements from row to row of v, streams and gate.
+        STREAMS, GATE: elements from row to row of streams and gate.
         LONGHORN: whether the update is that of Longhorn. OVERLAP: see device/overlap.py.
     """
 
@@ -34,7 +34,6 @@ class SelectiveTraits(NamedTuple):
     BR: int
     ROWS: int
     CHANNELS: int
-    VALUES: int
     STREAMS: int
     GATE: int
     LONGHORN: bool
@@ -55,16 +54,11 @@ def selective_step_kernel(v, streams, gate, to_step, bias, A_log, skip, states, 
     CHANNELS: tl.constexpr = traits.CHANNELS
     BR: tl.constexpr = traits.BR
     BLOCKS: tl.constexpr = (C + CHANNELS - 1) // CHANNELS
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(0) % BLOCKS * CHANNELS + tl.arange(0, CHANNELS)
     if traits.OVERLAP:
         start_next()
-        # 32 states fill a cache line
-        LINES: tl.constexpr = triton.next_power_of_2((CHANNELS * N + 31) // 32)
-        state = tl.program_id(0) % BLOCKS * (CHANNELS * N) + tl.arange(0, LINES) * 32
-        prefetch_line(states + tl.minimum(row, B - 1)[:, None] * (C * N) + tl.minimum(state, C * N - 1)[None, :])
-        prefetch_line(to_step + tl.minimum(channel, C - 1) * R)
         wait_for_previous()
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(0) % BLOCKS * CHANNELS + tl.arange(0, CHANNELS)
     n = tl.arange(0, traits.BN)
     in_b = row < B
     in_c = channel < C
@@ -77,7 +71,7 @@ def selective_step_kernel(v, streams, gate, to_step, bias, A_log, skip, states, 
     streams += row[:, None] * traits.STREAMS
     k = tl.load(streams + R + n[None, :], mask=in_b[:, None] & in_n[None, :], other=0.0).to(tl.float32)
     q = tl.load(streams + R + N + n[None, :], mask=in_b[:, None] & in_n[None, :], other=0.0).to(tl.float32)
-    value = tl.load(v + row[:, None] * traits.VALUES + channel[None, :], mask=in_rows, other=0.0).to(tl.float32)
+    value = tl.load(v + row[:, None] * C + channel[None, :], mask=in_rows, other=0.0).to(tl.float32)
     z = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in tl.static_range(0, R, BR):
         i = start + tl.arange(0, BR)
