@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 from deltazoo.backends.triton.element.kernels.channels import load_channels, load_pairs, store_pairs
 
 
@@ -34,14 +34,6 @@ class WKVTraits(NamedTuple):
 
 
 @triton.jit
-def prefetch_channels(x, first, size, COUNT: tl.constexpr):
-    """Prefetch COUNT consecutive numbers of x [size] from first on into the L2 cache."""
-    PER_LINE: tl.constexpr = LINE * 8 // x.dtype.element_ty.primitive_bitwidth
-    line = tl.arange(0, max(1, COUNT // PER_LINE)) * PER_LINE
-    prefetch_line(x + tl.minimum(first + line, size - 1))
-
-
-@triton.jit
 def wkv_step_kernel(k, v, r, w, u, x, largest, previous, states, o, traits: tl.constexpr):
     """Decode the token of BLOCK channels of a row.
 
@@ -55,16 +47,10 @@ def wkv_step_kernel(k, v, r, w, u, x, largest, previous, states, o, traits: tl.c
     block = tl.program_id(0) % BLOCKS
     c = block * traits.BLOCK + tl.arange(0, traits.BLOCK)
     in_c = c < C
-    states += row * (2 * C)
     if traits.OVERLAP:
         start_next()
-        first = block * traits.BLOCK
-        prefetch_channels(states, 2 * first, 2 * C, 2 * traits.BLOCK)
-        prefetch_channels(largest + row * C, first, C, traits.BLOCK)
-        prefetch_channels(w, first, C, traits.BLOCK)
-        prefetch_channels(u, first, C, traits.BLOCK)
         wait_for_previous()
-    # every load is issued before the first store, which the compiler moves no load across
+    states += row * (2 * C)
     products = row * traits.STRIDE
     s, z = load_pairs(states, c, in_c)
     m = load_channels(largest + row * C, c, in_c)
@@ -72,18 +58,16 @@ def wkv_step_kernel(k, v, r, w, u, x, largest, previous, states, o, traits: tl.c
     value = load_channels(v + products, c, in_c)
     receptance = load_channels(r + products, c, in_c)
     current = key + load_channels(u, c, in_c)
-    rate = load_channels(w, c, in_c)
-    d = block * traits.BD + tl.arange(0, traits.BD)
-    token = tl.load(x + row * D + d, mask=d < D, other=0.0)
     n = tl.maximum(m, current)
     past = tl.exp(m - n)
     bonus = tl.exp(current - n)
     out = tl.sigmoid(receptance) * (s * past + bonus * value) / (z * past + bonus)
     tl.store(o + row * C + c, out.to(o.dtype.element_ty), mask=in_c)
-    decayed = m - tl.exp(rate)
+    decayed = m - tl.exp(load_channels(w, c, in_c))
     m = tl.maximum(decayed, key)
     keep = tl.exp(decayed - m)
     write = tl.exp(key - m)
     store_pairs(states, c, in_c, keep * s + write * value, keep * z + write)
     tl.store(largest + row * C + c, m, mask=in_c)
-    tl.store(previous + row * D + d, token, mask=d < D)
+    d = block * traits.BD + tl.arange(0, traits.BD)
+    tl.store(previous + row * D + d, tl.load(x + row * D + d, mask=d < D, other=0.0), mask=d < D)
