@@ -19,7 +19,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
-from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures
+from deltazoo.mixers.parts.feature_maps import RandomFourierFeatures
 from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.gates.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
@@ -34,8 +34,8 @@ class _Step(NamedTuple):
     """
 
     feature: str
-    gates: str = "none"
-    decay: Decay = "none"
+    gates: str
+    decay: Decay
     maps: Mapping[str, nn.Module] = {}
     bias: Tensor | None = None
     largest: Tensor | None = None
@@ -59,7 +59,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         return shape._replace(value_width=shape.value_width + 1)
 
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
-        step = _linear_step(call) or _fourier_step(call) or _exponential_step(call)
+        step = _fourier_step(call) or _exponential_step(call)
         if step is None:
             return None
         project, update = call.parts["project"], call.parts["update"]
@@ -67,7 +67,11 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         assert isinstance(project, QKVProjection) and isinstance(update, Update)
         maps = {"qkv": project.to_qkv, **step.maps}
         _, H, _, K, V, _ = update.shape
-        if not update.is_decayed_sum(step.decay) or not project.is_one_map() or not takes_state(K, V - 1):
+        if (
+            not update.is_decayed_sum(step.decay)
+            or not project.is_one_map()
+            or not takes_state(len(call.x) * H, K, V - 1)
+        ):
             return None
         linears = [linear for linear in maps.values() if adds_to_product(linear, call.x)]
         if len(linears) < len(maps):
@@ -116,15 +120,6 @@ class Normalise(OutputPart):
 
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}, floor={self.floor!r}"
-
-
-def _linear_step(call: TokenCall) -> _Step | None:
-    """Return what a step of linear attention reads; None: the parts are others."""
-    if not call.has_parts(QKVProjection, FeatureMap, NormaliserColumn, Update, Normalise):
-        return None
-    _, feature, *_ = call.parts.values()
-    assert isinstance(feature, FeatureMap)
-    return _Step(feature.feature) if feature.feature == "elu+1" else None
 
 
 def _fourier_step(call: TokenCall) -> _Step | None:

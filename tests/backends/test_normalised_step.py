@@ -1,4 +1,4 @@
-"""A token of linear attention with a normaliser by one kernel against float64: in Triton's interpreter, or on a GPU."""
+"""A token of gated RFA or mLSTM by one kernel against float64: in Triton's interpreter, or on a GPU."""
 
 from typing import NamedTuple
 
@@ -25,8 +25,6 @@ class Sizes(NamedTuple):
 
 
 CASES = {
-    "linear": Sizes(2, 2, 2, 5, 7),
-    "linear, three tiles": Sizes(1, 1, 2, 300, 70),
     "fourier": Sizes(2, 2, 4, 6, 5, 3),
     "fourier, two products": Sizes(1, 1, 1, 70, 40, 130),
     "exponential": Sizes(3, 1, 2, 12, 20),
@@ -41,13 +39,11 @@ def draw(*shape: int, seed: int) -> Tensor:
 def case(name: str, dtype: torch.dtype) -> NormalisedCall:
     B, H, HV, K, V, R = CASES[name]
     kind = name.split(",")[0]
-    gates = {"linear": 0, "fourier": HV, "exponential": 2 * HV}[kind]
+    gates = HV if kind == "fourier" else 2 * HV
     products = 2 * draw(B, 2 * H * K + 2 * HV * V + gates + 1, seed=0).to(dtype)  # the rows of each operand are apart
     qkv, raw, gate = products[:, :-1].split([2 * H * K + HV * V, gates, HV * V], 1)
     rows = 2 * R or K
     states = draw(B, HV, rows, V + 1, seed=1)
-    if kind == "linear":
-        return NormalisedCall(H, "elu+1", "none", "sum", qkv, states.abs(), 0.5, 1e-2)
     if kind == "fourier":
         directions, sigma = draw(H, K, R, seed=2), 1 + 0.5 * draw(H, K, seed=3)
         return NormalisedCall(
@@ -70,8 +66,6 @@ def expected(call: NormalisedCall) -> tuple[Tensor, ...]:
     K = (call.qkv.shape[1] - HV * V) // (2 * H)
     q, k, v = call.qkv.split([H * K, H * K, HV * V], 1)
     q, k, v = q.view(B, H, K), k.view(B, H, K), F.pad(v.view(B, HV, V), (0, 1), value=1.0)
-    if call.feature == "elu+1":
-        q, k = (F.elu(x) + 1 for x in (q, k))
     if call.directions is not None:
         R = call.directions.shape[2]
         q, k = (x * (x.square().sum(2, keepdim=True) + 1e-6).rsqrt() * call.sigma for x in (q, k))
@@ -127,7 +121,7 @@ def test_nan_of_a_gate_reaches_the_output_and_the_state(which):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["linear", "fourier", "exponential"])
+@pytest.mark.parametrize("name", ["fourier", "exponential"])
 def test_the_operator_passes_opcheck(name):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     call = case(name, torch.float32)

@@ -21,7 +21,6 @@ from deltazoo.mixers import (
     S5,
     ABCAttention,
     GatedRFA,
-    LinearAttention,
     LonghornDiagonal,
     Mamba,
     MixerConfig,
@@ -49,7 +48,6 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
         "routed_slots_step_kernel",
     ),
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
-    "linear_attention": (LinearAttention(heads=2, key_width=5, value_width=7), "normalised_step_kernel"),
     "gated_rfa": (GatedRFA(heads=2, key_width=6, value_width=5, features=3), "normalised_step_kernel"),
     "abc": (ABCAttention(heads=2, key_width=5, value_width=6, slots=3), "softmax_slots_step_kernel"),
     "rodimus": (Rodimus(key_width=5, expand=1, gate_rank=3), "tempered_step_kernel"),
@@ -62,7 +60,6 @@ OTHERS: dict[str, MixerConfig] = {
     "rwkv6": RWKV6(heads=2, mix_rank=257),
     "raven": Raven(heads=2, key_width=8, slots=6, active=3, gate=True),
     "raven with shared keys": Raven(heads=2, key_width=8, slots=6, active=3, feature="relu"),
-    "linear_attention": LinearAttention(heads=2, key_value_heads=1),
     "rodimus": Rodimus(key_width=5, expand=1, conv_width=1),
 }
 

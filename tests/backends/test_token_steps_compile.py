@@ -23,7 +23,6 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "h3": ("complex_step_kernel",),
     "hgrn": ("rotating_step_kernel",),
     "hyena": ("implicit_filter_kernel", "long_conv_step_kernel"),
-    "linear_attention": ("normalised_step_kernel",),
     "lru": ("rotating_step_kernel",),
     "mamba": ("selective_step_kernel",),
     "mla": ("latent_token_kernel", "latent_attention_kernel", "latent_output_kernel"),

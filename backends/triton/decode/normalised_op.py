@@ -1,4 +1,4 @@
-"""Operator and launch of one token of linear attention with a normaliser; kernels/normalised_step.py has the equations.
+"""Operator and launch of one token of gated RFA or mLSTM; kernels/normalised_step.py has the equations.
 
 B rows, H key heads, HV value heads, K channels of q and k, R random directions, V value width
 """
@@ -17,6 +17,8 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 MAX_ROWS, MAX_WIDTH = 512, 512  # rows and columns of a head's state, the normaliser apart
+# One program reads the state of a head: with few heads and large states most multiprocessors would be idle.
+MANY_HEADS, SMALL_STATE = 128, 32768
 _STATES, _STATES_PER_WARP, _WARPS = 16384, 2048, 8  # of a program at a time
 _WEIGHTS = 8192  # of a program's product with random directions
 # Of a thread with random features and one tile, so that two programs fit an SM; the compiler would take 179. With
@@ -31,7 +33,7 @@ class NormalisedCall(NamedTuple):
 
     Args:
         heads: H. feature, gates, divisor: as in `NormalisedTraits`. floor: of the divisor "floor".
-        eps: of the division. raw, bias, largest: with gates. directions, sigma: of the feature "fourier".
+        eps: of the division. bias, largest: with the gates "exponential". directions, sigma: of the feature "fourier".
         norm: of each head's output, "rms" or "layer", with weights [V] or [HV V]; "": none.
         activation: of the output gate; "": none.
     """
@@ -57,9 +59,12 @@ class NormalisedCall(NamedTuple):
     gate: Tensor | None = None
 
 
-def takes_state(rows: int, V: int) -> bool:
-    """Whether the kernel, which is unrolled, takes a state of so many rows, and of V columns beside the normaliser."""
-    return rows <= MAX_ROWS and V <= MAX_WIDTH
+def takes_state(heads: int, rows: int, V: int) -> bool:
+    """Whether the kernel, which is unrolled, serves states of so many rows and of V columns beside the normaliser.
+
+    Args: heads: of all rows of the batch.
+    """
+    return rows <= MAX_ROWS and V <= MAX_WIDTH and (heads >= MANY_HEADS or rows * V <= SMALL_STATE)
 
 
 def normalised_step_(call: NormalisedCall) -> Tensor:

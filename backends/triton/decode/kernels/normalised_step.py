@@ -1,15 +1,14 @@
-"""One token of linear attention with a normaliser column, from the products of the input up to the output map.
+"""One token of gated RFA or mLSTM, whose states have a normaliser column, between the products and the output map.
 
     q, k = phi(q), phi(k)
     S <- a S + w k [v, 1]^T,    [y, n] = scale S^T q
     o = y / (n + eps), or y / (max(|n|, floor) + eps);  then optionally a norm of the head and a gate
 
-    none         a = w = 1
     sigmoid      a = sigmoid(g), w = 1 - a                                                      (gated RFA)
     exponential  i, f = cap(g + bias), m' = max(m + log sigmoid(f), i), cap(x) = 15 tanh(x / 15)    (mLSTM)
                  a = sigmoid(f) exp(m - m'), w = exp(i - m'), floor = exp(-m')
 
-phi is the identity, elu + 1, or [sin(G^T sigma x), cos(G^T sigma x)] / sqrt(R) with x / |x| for x.
+phi is the identity or [sin(G^T sigma x), cos(G^T sigma x)] / sqrt(R) with x / |x| for x.
 H key heads, HV value heads, K channels of q and k, R random directions, V value width
 """
 
@@ -34,7 +33,7 @@ class NormalisedTraits(NamedTuple):
         H, HV, K, R, V: sizes; R is 0 without random features. HALVES: of the rows of the state: 2 with them.
         ROWS: of a half. BR: ROWS, and BV: columns that are processed at a time, as powers of 2.
         INPUTS: channels of q and k of a product with the directions, a power of 2.
-        FEATURE: "identity", "elu+1" or "fourier". GATES: "none", "sigmoid" or "exponential".
+        FEATURE: "identity" or "fourier". GATES: "sigmoid" or "exponential".
         DIVISOR: "sum": n + eps; "floor": with FLOOR; "one": with the floor of the exponential gates.
         NORM to GATE_BEFORE_NORM: as in `StepTraits`. OVERLAP: see device/overlap.py.
     """
@@ -107,14 +106,6 @@ def sine_and_cosine(angle, mask, R: tl.constexpr):
 
 
 @triton.jit
-def feature_of(x, mask, FEATURE: tl.constexpr):
-    """Apply an elementwise feature map; zeros outside the mask."""
-    if FEATURE == "elu+1":
-        x = tl.where(mask, tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0))), 0.0)
-    return x
-
-
-@triton.jit
 def capped(raw, bias):
     """Return 15 tanh(x / 15) of a gate and its bias."""
     x = tl.load(raw).to(tl.float32) + tl.load(bias).to(tl.float32)
@@ -182,8 +173,8 @@ def normalised_step_kernel(
     else:
         q = tl.load(qkv + h * K + r, mask=in_r, other=0.0).to(tl.float32)
         k = tl.load(qkv + (H + h) * K + r, mask=in_r, other=0.0).to(tl.float32)
-        queries = (feature_of(q, in_r, FEATURE),)
-        keys = (feature_of(k, in_r, FEATURE),)
+        queries = (q,)
+        keys = (k,)
     decay = 1.0
     write = 1.0
     if traits.GATES == "sigmoid":

@@ -226,13 +226,13 @@ def rwkv_step_kernel(
             y_r = load_channels(y_rate + b * (H * K), key, in_k)
             y_g = load_channels(y_gate + b * (H * V), column, in_v)
     bias_d = load_channels(decay_bias, key, in_k)
+    if traits.VERSION == 7:
+        bias_r = load_channels(rate_bias, key, in_k)
     q = load_channels(r + row, key, in_k)
     k_h = load_channels(k + row, key, in_k)
     v_h = load_channels(v + row, column, in_v)
     if traits.VERSION == 6:
         y_g = load_channels(g + row, column, in_v)
-    else:
-        bias_r = load_channels(rate_bias, key, in_k)
     if traits.VALUE > 0:
         if traits.JOINT:
             y_v = load_low(low_value + row, traits.VALUE)
