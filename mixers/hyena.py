@@ -12,15 +12,19 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.context_parallel.heads import HeadShare
-from deltazoo.backends.ops.long_conv import long_conv, long_conv_step_, step_refusals
+from deltazoo.backends.ops.long_conv import long_conv, step_refusals
 from deltazoo.backends.torch_ext.materialize import materialize
-from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.torch_ext.modes import function_mode_is_active
+from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain_linear
+from deltazoo.backends.triton.conv.implicit_filter_op import MAX_HIDDEN, ImplicitFilterCall, implicit_filter_
+from deltazoo.backends.triton.conv.long_step_op import LongStepCall, long_conv_step_
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
-from deltazoo.backends.update.watch import runs_by_kernel
+from deltazoo.backends.update.watch import record_call, runs_by_kernel
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
+from deltazoo.mixers.core.token_step import Around, FilterStep
 from deltazoo.mixers.families.filter import CachingFilter, FilterConfig, FilterMixer
 from deltazoo.mixers.parts.attention.caches import append_tokens, check_capacity, required_capacity
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -28,6 +32,8 @@ from deltazoo.mixers.parts.convolution import ShortConv
 # The window of the filter decays to TARGET at a distance of SLOWEST x max_length tokens in the first channel, and of
 # FASTEST x max_length in the last.
 FASTEST, SLOWEST, TARGET = 0.3, 1.5, 1e-2
+RATES = -math.log(TARGET) / SLOWEST, -math.log(TARGET) / FASTEST
+LOWEST = 1e-4  # frequency of the positional input
 PROBE = 4096.0  # a power of two; weights below 16 do not overflow float16
 
 
@@ -75,13 +81,13 @@ class HyenaMixer(FilterMixer):
         return None
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        streams = self.apply_filter("short", self.to_streams(x), state, new, context)
+        streams = self.apply_convolved("short", self.to_streams, x, state, new, context)
         x1, x2, v = streams.chunk(3, -1)
-        u = x2 * v if context.mask is None else x2 * v * context.mask[..., None]
-        return self.out(x1 * self.apply_filter("long", u, state, new, context))
+        v = v if context.mask is None else v * context.mask[..., None]
+        return self.out(self.apply_around("long", v, state, new, context, Around(factor=x2, gate=x1)))
 
 
-class LongConv(nn.Module, CachingFilter):
+class LongConv(nn.Module, CachingFilter, FilterStep):
     """y_t = sum_(s <= t) h_(t-s) x_s + bias x_t per channel, with h_t = window(t) * network(positions(t)).
 
     positions(t): t / (L - 1) and exp(-i f 2 pi t / L), with L = max_length.
@@ -98,6 +104,7 @@ class LongConv(nn.Module, CachingFilter):
     def __init__(self, config: Hyena, channels: int) -> None:
         super().__init__()
         self.length, self.bands, size = config.max_length, config.bands, config.filter_width
+        self.highest = max(config.bands - 1, LOWEST)
         self.layers = nn.ModuleList(nn.Linear(n, size) for n in (2 * config.bands + 1, size, size))
         self.last = nn.Linear(size, channels, bias=False)
         self.frequency = nn.Parameter(torch.empty(size))
@@ -115,16 +122,14 @@ class LongConv(nn.Module, CachingFilter):
     def forward(
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        stepped = self.step_(x, state, context, Around())
+        if stepped is not None:
+            return stepped
         share = HeadShare(x.shape[2], context.parallel)
         (x,), context = share.scatter([x]), context.of_line()
         if state is None and context.cu_seqlens is None:
             return self._with_bias(long_conv(x, self.kernel(x.shape[1], x, share)), x, share), None
         old = self._unpacked_state(x, context) if state is None else state | {"history": share.own(state["history"], 2)}
-        is_token = x.shape[1] == 1 and context.cu_seqlens is None and context.mask is None
-        if is_token and runs_by_kernel("long convolution of one token", step_refusals(x, old["history"])):
-            kernel = self.kernel(old["history"].shape[1], x, share)
-            y = long_conv_step_(x[:, 0], old["history"], old["seen"], kernel, self.bias)[:, None]
-            return y, {"history": old["history"], "seen": old["seen"].add_(1)}
         count = token_counts(x, context)
         check_capacity(old["seen"], count, old["history"].shape[1])
         offset = old["seen"].clone()
@@ -135,20 +140,55 @@ class LongConv(nn.Module, CachingFilter):
             return y, None
         return y, {"history": write_back(state["history"], share.all(history, 2)), "seen": seen}
 
+    def step_(
+        self, x: Tensor, state: dict[str, Tensor] | None, context: Context, around: Around
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        is_token = x.shape[1] == 1 and context.mask is None and context.cu_seqlens is None and context.parallel is None
+        if state is None or not is_token or around.gelu or step_refusals(x, state["history"]):
+            return None
+        history, seen = state["history"], state["seen"]
+        record_call("triton", "long convolution of one token")
+        if runs_by_kernel("filter of a long convolution", self._network_refusals()):
+            one, two, three = self.layers
+            assert isinstance(one, nn.Linear) and isinstance(two, nn.Linear) and isinstance(three, nn.Linear)
+            call = ImplicitFilterCall(
+                one.weight, one.bias, two.weight, two.bias, three.weight, three.bias, self.last.weight, self.frequency,
+                seen, history, self.length, LOWEST, self.highest, *RATES,
+            )  # fmt: skip
+            kernel = implicit_filter_(call)
+        else:
+            kernel = self.kernel(history.shape[1], x, HeadShare(x.shape[2], None))
+            seen.add_(1)
+        factor, gate = (None if y is None else y[:, 0] for y in around[:2])
+        y = long_conv_step_(LongStepCall(x[:, 0], factor, gate, history, seen, kernel, self.bias))
+        return y[:, None], {"history": history, "seen": seen}
+
+    def _network_refusals(self) -> list[str]:
+        """Return why no kernel computes the filter, one sentence each; [] if it does."""
+        if function_mode_is_active():
+            return ["a torch function mode is active, which must see the products."]
+        maps = [*self.layers, self.last]
+        if len(maps) != 4 or not all(map(is_plain_linear, maps)) or not holds_plain_weights(self):
+            return ["it needs four plain linear maps."]
+        if any((layer.bias is None) != (layer is self.last) for layer in maps):
+            return ["it needs biases of all maps but the last."]
+        if self.frequency.shape[0] > MAX_HIDDEN:
+            return [f"filter_width must be at most {MAX_HIDDEN}, got {self.frequency.shape[0]}."]
+        return []
+
     def kernel(self, T: int, like: Tensor, share: HeadShare) -> Tensor:
         """Compute h_0 to h_(T-1) for a share of the channels: [T, D], float32 (float64 in float64)."""
         dtype = state_dtype(like.dtype)
         distance = torch.arange(T, device=like.device, dtype=dtype)[:, None]
         position = distance / (self.length - 1)
-        band = torch.linspace(1e-4, max(self.bands - 1, 1e-4), self.bands, device=like.device, dtype=dtype)
+        band = torch.linspace(LOWEST, self.highest, self.bands, device=like.device, dtype=dtype)
         angle = band * 2 * math.pi * (distance / self.length)
         inner = torch.cat([position, angle.cos(), -angle.sin()], 1)
         *layers, (last, _) = [_weight_and_bias(layer, like) for layer in (*self.layers, self.last)]
         with without_autocast(like):
             for weight, bias in layers:
                 inner = (self.frequency.to(dtype) * F.linear(inner, weight, bias)).sin()
-            slow, fast = -math.log(TARGET) / SLOWEST, -math.log(TARGET) / FASTEST
-            rate = torch.linspace(slow, fast, self.bias.shape[0], device=like.device, dtype=dtype)
+            rate = torch.linspace(*RATES, self.bias.shape[0], device=like.device, dtype=dtype)
             return F.linear(inner, share.own(last, 0)) * (-position * share.own(rate, 0)).exp()
 
     def _read(self, history: Tensor, offset: Tensor, x: Tensor, context: Context, share: HeadShare) -> Tensor:

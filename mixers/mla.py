@@ -15,9 +15,11 @@ from deltazoo.backends.context_parallel.exchange import gather_line
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.latent_attention import latent_attention, refusals
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
+from deltazoo.backends.triton.attention.latent_op import MAX_LATENT, MAX_ROTARY
+from deltazoo.backends.triton.attention.latent_token_op import MAX_HEAD, LatentTokenCall, attend_latent_token_
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.backends.update.watch import runs_by_kernel
-from deltazoo.mixers.core.decode_maps import apply_to_input
+from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input, is_step, reads_weight
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.filter import FilterConfig
@@ -25,7 +27,7 @@ from deltazoo.mixers.families.token_cache import TokenCacheMixer
 from deltazoo.mixers.parts.attention.caches import KVCache
 from deltazoo.mixers.parts.attention.softmax_attention import attend, attend_cache, attend_packed
 from deltazoo.mixers.parts.attention.split_attention import attend_cached_split, attend_line
-from deltazoo.mixers.parts.norms import RMSNorm
+from deltazoo.mixers.parts.norms import RMSNorm, norm_before_product
 from deltazoo.mixers.parts.rope_scaling import RopeScaling, check_rope_scaling
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
@@ -105,7 +107,8 @@ class MLAMixer(TokenCacheMixer):
     """Module of `MLA`.
 
     Decoding of one token multiplies W_k into q and W_v into the output, and attends to the cached c and r as one key
-    head with values c. Other calls, and a `to_kv` that is not plain, compute k and v of all heads.
+    head with values c; of few rows on a GPU by `attend_latent_token_`, without a window. Other calls, and a `to_kv`
+    that is not plain, compute k and v of all heads.
 
     Initialisation: linear maps as in torch, norms 1. State: "latent" [B, S, 1, C + R], c and r; "seen" [B].
     Source: sections 2.1.2 and 2.1.3, appendix C.
@@ -148,6 +151,10 @@ class MLAMixer(TokenCacheMixer):
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         maps = {"q": self.to_q, "latent": self.to_latent} | ({} if self.to_gate is None else {"gate": self.to_gate})
         products = apply_to_input(x, maps, state)
+        if state is not None and is_step(x, state):
+            o_B1C = self._attend_token_(products, state, new, context)
+            if o_B1C is not None:
+                return apply_output(o_B1C, self.out)
         q, c, r = self._operands(products, positions(x, None if state is None else state["seen"], context))
         if context.parallel is not None:
             o = self._attend_split(q, c, r, state, new, context)
@@ -197,6 +204,33 @@ class MLAMixer(TokenCacheMixer):
             return self._decode(q, latent, new["seen"], position_BT)
         cache = KVCache(*self._keys_and_values(*self._split(latent)), new["seen"])
         return attend_cache(q, cache, self.scale, position_BT, self.window)
+
+    def _attend_token_(
+        self, products: Mapping[str, Tensor], state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+    ) -> Tensor | None:
+        """Decode one token per row by kernels from the products of the input up to the output map, [B, 1, H V].
+
+        Returns: None, with the state as it was, if the kernels cannot.
+        """
+        norm, latent, position = norm_before_product(self.latent_norm), state["latent"], context.positions
+        is_alone = context.mask is None and context.cu_seqlens is None and context.parallel is None
+        is_small = max(self.K, self.V) <= MAX_HEAD and self.C <= MAX_LATENT and self.R <= MAX_ROTARY
+        if norm is None or self.window is not None or not is_alone or not is_small:
+            return None
+        if not reads_weight(self.to_kv, latent) or any(y.dtype != latent.dtype for y in products.values()):
+            return None
+        self.check_cache(state, products["q"], context)
+        gate, pairs = products.get("gate"), 0 if self.theta is None else self.R // 2
+        scaling = self.rope_scaling.frequencies(self.theta, pairs) if self.theta and self.rope_scaling and pairs else ()
+        o = attend_latent_token_(
+            LatentTokenCall(
+                products["q"][:, 0], products["latent"][:, 0], None if gate is None else gate[:, 0], norm.weight,
+                self.to_kv.weight, None if position is None else position[:, 0], latent, state["seen"],
+                self.heads, pairs, self.theta or 2.0, [*scaling], norm.eps, self.scale,
+            )
+        )  # fmt: skip
+        new.update(latent=latent, seen=state["seen"])
+        return o[:, None]
 
     def _operands(self, products: Mapping[str, Tensor], position_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, T, H, K + R], c [B, T, 1, C] and r [B, T, 1, R]. Args: products: of the maps of the input."""

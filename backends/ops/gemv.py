@@ -86,11 +86,16 @@ def products(
 
 def products_of_each(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Compute W_i x_i for x [..., P, D], x_i = x[..., i, :], and P weights [N, D]. Args: x_i: without `refusals`."""
+    return products_of_some(x, weights, range(len(weights)))
+
+
+def products_of_some(x: Tensor, weights: Sequence[Tensor], inputs: Sequence[int]) -> list[Tensor]:
+    """Compute W_i x[..., inputs[i], :] for x [..., P, D] and weights [N, D]. Args: x: without `refusals`."""
     D = x.shape[-1]
     results: list[Tensor] = []
     for first in range(0, len(weights), MAX_MAPS):
         group = list(weights[first : first + MAX_MAPS])
-        y = _call(x.flatten(-2), group, None, reads=[D * (first + i) for i in range(len(group))])
+        y = _call(x.flatten(-2), group, None, reads=[D * n for n in inputs[first : first + MAX_MAPS]])
         results += y.split([weight.shape[0] for weight in group], -1)
     return results
 

@@ -1,4 +1,4 @@
-"""Causal convolution with a kernel as long as the sequence: by FFT, and of one token by a sum over its history.
+"""Causal convolution with a kernel as long as the sequence, by FFT; triton/conv/long_step_op.py computes one token.
 
 The operator picks the length of the transforms from the actual sizes, so that a graph with a dynamic T has no condition
 on it, and transforms windows of channels one after the other: beside operands and results the memory is constant. The
@@ -16,7 +16,6 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
 from deltazoo.backends.torch_ext.modes import functorch_is_active
-from deltazoo.backends.triton.conv.long_step_op import long_conv_step as _step_kernel
 from deltazoo.backends.triton.limits import kernel_refusals
 
 SCRATCH = 64 * 2**20  # bytes of the padded operand of a window of channels
@@ -36,24 +35,12 @@ def long_conv(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def step_refusals(x: Tensor, history: Tensor) -> list[str]:
-    """Return why the kernel does not compute `long_conv_step_`, one sentence each; [] if it does."""
+    """Return why no kernel computes one token of a convolution, one sentence each; [] if `long_conv_step_` does."""
     if torch.is_grad_enabled():
         return ["it has no gradients."]
     if x.dtype != history.dtype:
         return [f"it needs a history in {x.dtype}, the dtype of x, got {history.dtype}."]
     return kernel_refusals(x)
-
-
-def long_conv_step_(x: Tensor, history: Tensor, position: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
-    """Append a token x to the history, and compute y = sum_(s <= p) kernel_(p - s) history_s + bias x.
-
-    Args:
-        x: [B, D], without `step_refusals`. history: [B, S, D], changed in place. position: p, the tokens before, [B]
-            int64. kernel: [S, D] float32. bias: [D].
-    Returns: [B, D].
-    """
-    y: Tensor = _step_kernel(x, history, position, kernel, bias)
-    return y
 
 
 def transform_length(T: int) -> int:

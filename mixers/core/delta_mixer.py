@@ -118,7 +118,7 @@ class DeltaMixer(Mixer):
             self._check_state(state, x_BTD, context)
             decoded = self._decode_token_(x_BTD, None, state, context) if is_step(x_BTD, state) else None
             if decoded is not None:
-                y_BTD = self._project_out(decoded.o, x_BTD, order, decoded.direct)
+                y_BTD = self._project_out(decoded.o, x_BTD, order, decoded.direct, decoded.norm)
                 return MixerOutput(y_BTD, state, self._side(decoded.intermediates))
             stepped = self._fused_step_(x_BTD, state, context, None)
             if stepped is not None:
@@ -212,7 +212,7 @@ class DeltaMixer(Mixer):
             return MixerOutput(add_product(x_B1D, fused[0].flatten(2), self.out.weight), fused[1])
         decoded = self._decode_token_(x_B1D, norm, state, context)
         if decoded is not None:
-            y_B1D = add_product(x_B1D, decoded.o, self.out.weight)
+            y_B1D = add_product(x_B1D, decoded.o, self.out.weight, decoded.norm)
             return MixerOutput(y_B1D, state, self._side(decoded.intermediates))
         stepped = self._fused_step_(x_B1D, state, context, norm)
         if stepped is None:
@@ -309,15 +309,20 @@ class DeltaMixer(Mixer):
         self._fusion_plan = plan_fusion(self._unfused_step(), self._parts(), dict(self.outputs.items()))
 
     def _project_out(
-        self, o_BTC: Tensor, x_BTD: Tensor, order: Tensor | None, direct_BTD: Tensor | None = None
+        self,
+        o_BTC: Tensor,
+        x_BTD: Tensor,
+        order: Tensor | None,
+        direct_BTD: Tensor | None = None,
+        norm: Norm | None = None,
     ) -> Tensor:
         """Apply the output map and the skip connection, and restore the token order.
 
-        Args: direct_BTD: result of the skip connection; None: not computed.
+        Args: direct_BTD: result of the skip connection; None: not computed. norm: of o; None: there is none.
         """
         if direct_BTD is not None and reads_weight(self.out, o_BTC):
-            return add_product(direct_BTD, o_BTC, self.out.weight)
-        y_BTD = apply_output(o_BTC, self.out)
+            return add_product(direct_BTD, o_BTC, self.out.weight, norm)
+        y_BTD = apply_output(o_BTC, self.out, norm)
         if self.direct is not None:
             y_BTD = y_BTD + self.direct(x_BTD).to(y_BTD.dtype)
         return undo_left_align(y_BTD, order)

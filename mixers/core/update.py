@@ -13,7 +13,7 @@ from deltazoo.backends.context_parallel.update import carried_update
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.update.base import Backend, UpdateInputs, UpdateMeta, state_dtype
 from deltazoo.backends.update.dispatch import BoundUpdate, bind
-from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.backends.update.spec import Decay, UpdateSpec
 from deltazoo.mixers.core.decode_fusion import linear_output_dtype
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend, HeadShape
@@ -49,6 +49,13 @@ class Update(nn.Module, HasBackend):
         """Describe the inputs of this update on a device, for a backend's capability check."""
         _, H, HV, K, V, _ = self.shape
         return UpdateMeta(device, dtype, H, HV, K, V, grad=grad)
+
+    def is_decayed_sum(self, decay: Decay) -> bool:
+        """Whether the state is decayed so, one write of each token is added, and the output is read after that."""
+        spec = self.spec
+        return (spec.transition, spec.beta, spec.read, spec.householders, spec.decay) == (
+            "additive", "none", "after", 1, decay,
+        )  # fmt: skip
 
     def takes_packs(self, x: Tensor) -> bool:
         """Whether the backend for rows of x also computes packed sequences. Args: x: input of the mixer."""

@@ -12,18 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.conv_history import advance_history_
+from deltazoo.backends.ops.gemv import Convolution
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.check import check_integer
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import apply_maps, convolves, is_step
 from deltazoo.mixers.core.mixer import Context, Cost, Mixer, MixerConfig, MixerOutput
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.sequences import check_dtypes, check_names, check_state, left_align, undo_left_align
 from deltazoo.mixers.core.state import nbytes
-from deltazoo.mixers.core.token_step import Around
+from deltazoo.mixers.core.token_step import Around, FilterStep
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.families.update import update_flops
-from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.convolution import ShortConv, is_plain_step
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
 
@@ -99,17 +101,32 @@ class FilterMixer(Mixer, ABC):
         self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context,
         around: Around,
     ) -> Tensor:  # fmt: skip
-        """Apply a `DiagonalSSM` with the operations around it; in a decode step by one kernel."""
+        """Apply a filter with the operations around it; in a decode step by the kernels of a `FilterStep`."""
         module = self.filters[name]
-        if state is not None and type(module) is DiagonalSSM and is_plain(module):
-            filter_state = {key: state[f"{name}.{key}"] for key in ("update", "seen")}
-            stepped = module.step_(x, filter_state, context, around)
+        # a subclass may override `forward` without the step
+        if state is not None and isinstance(module, FilterStep) and "step_" in vars(type(module)) and is_plain(module):
+            stepped = module.step_(x, _state_of(name, state), context, around)
             if stepped is not None:
                 new.update({f"{name}.{key}": tensor for key, tensor in stepped[1].items()})
                 return stepped[0]
         y = self.apply_filter(name, x if around.factor is None else x * around.factor, state, new, context)
         y = F.gelu(y) if around.gelu else y
         return y if around.gate is None else around.gate * y
+
+    def apply_convolved(
+        self, name: str, linear: nn.Module, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor],
+        context: Context,
+    ) -> Tensor:  # fmt: skip
+        """Apply a linear map, and a `ShortConv` to all of its outputs; in a decode step by one kernel."""
+        module = self.filters[name]
+        if is_step(x, state) and type(module) is ShortConv and is_plain(module) and is_plain_step(context):
+            assert state is not None and len(module.parts) == 1
+            history = state[f"{name}."]
+            convolution = Convolution(history, module.weight, module.bias, module.parts[0].silu)
+            if module.parts[0].unit == 0 and convolves(x, linear, convolution):
+                new[f"{name}."] = history
+                return apply_maps(x, {name: linear}, convolution=convolution)[name]
+        return self.apply_filter(name, linear(x), state, new, context)
 
     def apply_filter(
         self, name: str, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
@@ -118,9 +135,7 @@ class FilterMixer(Mixer, ABC):
         module = self.filters[name]
         if state is None:
             return _run(module, x, None, context)[0]
-        filter_state = {
-            key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")
-        }
+        filter_state = _state_of(name, state)
         y, new_filter_state = _run(
             module, x, filter_state.get("", filter_state) if isinstance(module, ShortConv) else filter_state, context
         )
@@ -163,6 +178,11 @@ def _init_filter_state(module: nn.Module, batch: int, like: Tensor, capacity: in
         return module.init_state(batch, like, capacity)
     assert isinstance(module, ShortConv | DiagonalSSM)
     return module.init_state(batch, like)
+
+
+def _state_of(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a filter, by their names in it."""
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
 
 
 def _named(state: Any) -> dict[str, Tensor]:

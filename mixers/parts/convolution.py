@@ -84,7 +84,7 @@ class ShortConv(Groupable, HasBackend):
         self, x_BTC: Tensor, state: Tensor | None, context: Context
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Convolve x. Returns: for each part a tensor [B, T, channels] in the dtype of x; the new state."""
-        if state is not None and x_BTC.shape[1] == 1 and _is_plain_step(context):
+        if state is not None and x_BTC.shape[1] == 1 and is_plain_step(context):
             stepped = self.bound.step_(ConvInputs(x_BTC, self.weight, self.bias, state))
             if stepped is not None:
                 return stepped, state
@@ -132,7 +132,7 @@ class TokenShift(nn.Module):
         return shifted, _next_state(x_BTD, state, before, context)
 
 
-def _is_plain_step(context: Context) -> bool:
+def is_plain_step(context: Context) -> bool:
     """Whether a single token may be convolved, and its state changed, by one kernel."""
     if torch.is_grad_enabled() or context.verify:
         return False

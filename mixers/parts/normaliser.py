@@ -3,16 +3,51 @@
 B batch, T time, HV value heads, V value width
 """
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from deltazoo.backends.ops.gemv import products as products_of_few_rows
+from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_, takes_state
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import Decay
+from deltazoo.mixers.core.decode_maps import adds_to_product
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
+from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
+from deltazoo.mixers.parts.feature_maps import RandomFourierFeatures
+from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
+from deltazoo.mixers.parts.gates.exponential_gating import ExponentialGate
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.parts.projections import QKVProjection
 
 
-class NormaliserColumn(OperandPart, ResizesHeads):
+class _Step(NamedTuple):
+    """What a decode step reads, by the names of `NormalisedCall`.
+
+    maps: of the input, to raw gates and the output gate. decay: of the update.
+    """
+
+    feature: str
+    gates: str
+    decay: Decay
+    maps: Mapping[str, nn.Module] = {}
+    bias: Tensor | None = None
+    largest: Tensor | None = None
+    directions: Tensor | None = None
+    sigma: Tensor | None = None
+    norm: str = ""
+    norm_weight: Tensor | None = None
+    norm_eps: float = 0.0
+    activation: str = ""
+
+
+class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
     """v <- [v, 1], so that the last column of the state is the normaliser z, the decayed sum of the keys."""
 
     def forward(
@@ -22,6 +57,40 @@ class NormaliserColumn(OperandPart, ResizesHeads):
 
     def resize_heads(self, shape: HeadShape) -> HeadShape:
         return shape._replace(value_width=shape.value_width + 1)
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        step = _fourier_step(call) or _exponential_step(call)
+        if step is None:
+            return None
+        project, update = call.parts["project"], call.parts["update"]
+        divide = next(part for part in call.parts.values() if isinstance(part, Normalise))
+        assert isinstance(project, QKVProjection) and isinstance(update, Update)
+        maps = {"qkv": project.to_qkv, **step.maps}
+        _, H, _, K, V, _ = update.shape
+        if (
+            not update.is_decayed_sum(step.decay)
+            or not project.is_one_map()
+            or not takes_state(len(call.x) * H, K, V - 1)
+        ):
+            return None
+        linears = [linear for linear in maps.values() if adds_to_product(linear, call.x)]
+        if len(linears) < len(maps):
+            return None
+        # the bias of a `GateLinear` is added in float32, by the kernel
+        biases = [None if isinstance(linear, GateLinear) else linear.bias for linear in linears]
+        products = products_of_few_rows(call.x[:, 0], [x.weight for x in linears], call.norm, biases=biases)
+        of = dict(zip(maps, products, strict=True))
+        divisor, floor = "sum" if divide.floor is None else "one", 0.0
+        if isinstance(divide.floor, float):
+            divisor, floor = "floor", divide.floor
+        o = normalised_step_(
+            NormalisedCall(
+                H, step.feature, step.gates, divisor, of["qkv"], call.states["update"], update.spec.scale_of(K),
+                divide.eps, floor, of.get("raw"), step.bias, step.largest, step.directions, step.sigma, step.norm,
+                step.norm_weight, step.norm_eps, step.activation, of.get("gate"),
+            )
+        )  # fmt: skip
+        return TokenOutput(o[:, None])
 
 
 class Normalise(OutputPart):
@@ -51,3 +120,34 @@ class Normalise(OutputPart):
 
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}, floor={self.floor!r}"
+
+
+def _fourier_step(call: TokenCall) -> _Step | None:
+    """Return what a step of gated RFA reads; None: the parts are others."""
+    operands = (UnitNorm, RandomFourierFeatures, NormaliserColumn, SigmoidDecay, TiedInputGate)
+    if not call.has_parts(QKVProjection, *operands, Update, Normalise):
+        return None
+    _, unit, features, _, decay, tied, *_ = call.parts.values()
+    assert isinstance(unit, UnitNorm) and isinstance(features, RandomFourierFeatures)
+    assert isinstance(decay, SigmoidDecay) and isinstance(tied, TiedInputGate)
+    if unit.norm != "l2" or unit.which != "qk" or tied.into != "value":
+        return None
+    if decay.temperature != 1 or decay.floor is not None or decay.conv is not None or decay.per != "head":
+        return None
+    return _Step("fourier", "sigmoid", "head", {"raw": decay.proj}, directions=features.G, sigma=features.sigma)
+
+
+def _exponential_step(call: TokenCall) -> _Step | None:
+    """Return what a step of mLSTM reads; None: the parts are others."""
+    operands = (NormaliserColumn, ExponentialGate)
+    if not call.has_parts(QKVProjection, *operands, Update, Normalise, HeadNorm, OutputGate):
+        return None
+    _, _, gates, _, _, norm, output_gate = call.parts.values()
+    assert isinstance(gates, ExponentialGate)
+    assert isinstance(norm, HeadNorm) and isinstance(output_gate, OutputGate)
+    if norm.weight is None or norm.bias is not None or norm.groups != gates.heads:
+        return None
+    return _Step(
+        "identity", "exponential", "head", {"raw": gates.proj, "gate": output_gate.proj}, gates.proj.bias,
+        call.state_of(gates), None, None, norm.kind, norm.weight, norm.eps, output_gate.activation,
+    )  # fmt: skip

@@ -113,6 +113,12 @@ class QKVProjection(Groupable, Fusible, Stateful, MapsInput):
             return None
         return step._replace(parts=self.conv.parts, taps=self.conv.weight.shape[1])
 
+    def is_one_map(self) -> bool:
+        """Whether q, k and v of one key each are the product of the map, and heads of q those of k."""
+        if self.conv is not None or not self.keys or self.shape.householders > 1:
+            return False
+        return self.query_heads == self.shape.heads and not any(part.silu or part.unit for part in self.unconvolved)
+
     def fused_maps(self) -> dict[str, nn.Module]:
         return {"qkv": self.to_qkv}
 

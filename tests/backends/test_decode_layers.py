@@ -9,7 +9,7 @@ from triton_cases import DEVICE, INTERPRETED, needs_triton
 
 from deltazoo import watch
 from deltazoo.backends.ops import forgetting_attention, gemv
-from deltazoo.backends.triton.decode import rwkv7_op
+from deltazoo.backends.triton.decode import rwkv_op
 from deltazoo.blocks import Dense, StackSpec
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.mixers import GLA, KDA, RWKV7, Attention, GatedDeltaNet, Mamba2, MixerConfig, SlidingWindow
@@ -64,7 +64,7 @@ def test_packed_products_equal_separate_ones(name, monkeypatch):
     assert "convolve_step_kernel" not in kernels
     # norm and maps, residual; norm and hidden channels, residual; head; the second maps of KDA and GLA
     assert kernels.count("gemv_kernel") == T * (5 + (name in ("maps of low rank", "decays of a sigmoid")))
-    steps = {"token_attention_kernel", "fused_step_kernel", "rwkv7_step_kernel"}
+    steps = {"token_attention_kernel", "fused_step_kernel", "rwkv_step_kernel"}
     assert not INTERPRETED or steps.intersection(kernels)
 
 
@@ -89,16 +89,17 @@ def replace(model: LanguageModel, name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("joint_rows", [0, 1])
-def test_values_of_later_rwkv7_layers_are_interpolated(joint_rows, monkeypatch):
-    """The step of few rows applies the maps of low rank itself."""
-    monkeypatch.setattr(rwkv7_op, "_JOINT_ROWS", joint_rows)
+@pytest.mark.parametrize(("joint_rows", "small_bytes"), [(0, 0), (1, 0), (0, 1 << 20)])
+def test_values_of_later_rwkv7_layers_are_interpolated(joint_rows, small_bytes, monkeypatch):
+    """The step of few rows, or with small weights, applies the maps of low rank itself."""
+    monkeypatch.setattr(rwkv_op, "_JOINT_ROWS", joint_rows)
+    monkeypatch.setattr(rwkv_op, "_SMALL_BYTES", small_bytes)
     model = build(MIXERS["token shift"], depth=2)
     separate, _ = decode(model, monkeypatch, packed=False)
     packed, kernels = decode(model, monkeypatch, packed=True)
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
-    assert kernels.count("rwkv7_step_kernel") == 2 * T
-    assert kernels.count("rwkv7_low_rank_kernel") == (0 if joint_rows else 2 * T)
+    assert kernels.count("rwkv_step_kernel") == 2 * T
+    assert kernels.count("rwkv_low_rank_kernel") == (0 if joint_rows or small_bytes else 2 * T)
 
 
 @needs_triton
@@ -114,7 +115,7 @@ def test_an_rwkv7_mixer_without_a_norm_before_it_decodes_by_the_same_kernels(mon
         with watch() as record:
             outputs = [mixer(x_t, state).y for x_t in x]
         results.append((torch.cat(outputs), *state.values()))
-    assert [run.name for run in record.runs].count("rwkv7_step_kernel") == T
+    assert [run.name for run in record.runs].count("rwkv_step_kernel") == T
     for packed, separate in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
 

@@ -22,6 +22,8 @@ def draw(*shape: int, seed: int) -> Tensor:
     ("H", "C", "R", "parts"), [pytest.param(3, 24, 8, 4, marks=pytest.mark.kernel_smoke), (20, 16, 6, 2), (2, 40, 0, 1)]
 )
 def test_heads_attend_to_the_cached_vectors(H, C, R, parts, dtype, monkeypatch):
+    device_spec = latent_op.device_spec  # the interpreter is a device of one SM
+    monkeypatch.setattr(latent_op, "device_spec", lambda index: device_spec(index)._replace(processors=132))
     monkeypatch.setattr(latent_op, "_MAX_PARTS", parts)
     monkeypatch.setattr(latent_op, "_TILE_BYTES", 16)
     B, S = 4, 70

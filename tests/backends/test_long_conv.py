@@ -5,8 +5,9 @@ import torch
 from triton_cases import DEVICE, needs_triton
 
 from deltazoo.backends.ops import long_conv as module
-from deltazoo.backends.ops.long_conv import long_conv, long_conv_step_, transform_length
+from deltazoo.backends.ops.long_conv import long_conv, transform_length
 from deltazoo.backends.triton.conv import long_step_op
+from deltazoo.backends.triton.conv.long_step_op import LongStepCall, long_conv_step_
 
 
 def direct(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -53,25 +54,37 @@ def test_a_graph_with_a_dynamic_length_is_compiled_once():
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("around", [True, False])
 @pytest.mark.parametrize(
     "positions", [(0, 0, 0), (37, 37, 37), pytest.param((5, 0, 39), marks=pytest.mark.kernel_smoke), (39,)]
 )
-def test_a_token_joins_its_history_and_reads_all_of_it(positions, dtype, monkeypatch):
+def test_a_token_joins_its_history_and_reads_all_of_it(positions, around, dtype, monkeypatch):
     monkeypatch.setattr(long_step_op, "_ELEMENTS", 256)
     B, S, D = len(positions), 40, 20
     generator = torch.Generator().manual_seed(0)
-    x, history, kernel, bias = (
-        torch.randn(shape, generator=generator).to(DEVICE) for shape in ((B, D), (B, S, D), (S, D), (D,))
+    streams, history, kernel, bias = (
+        torch.randn(shape, generator=generator).to(DEVICE) for shape in ((B, 3 * D), (B, S, D), (S, D), (D,))
     )
-    x, history, position = x.to(dtype), history.to(dtype), torch.tensor(positions, device=DEVICE)
+    x, factor, gate = streams.to(dtype).chunk(3, 1)  # their rows are apart
+    history, seen = history.to(dtype), torch.tensor(positions, device=DEVICE) + 1
     for b, p in enumerate(positions):  # slots that hold no tokens are not read
         history[b, p:] = torch.nan
     before = history.clone()
-    y = long_conv_step_(x, history, position, kernel, bias)
+    call = LongStepCall(x, factor if around else None, gate if around else None, history, seen, kernel, bias)
+    y = long_conv_step_(call)
+    u = factor * x if around else x
     for b, p in enumerate(positions):
-        assert torch.equal(history[b, p], x[b])
+        assert torch.equal(history[b, p], u[b])
         assert torch.equal(history[b, :p], before[b, :p])
-        expected = (kernel[: p + 1].flip(0).double() * history[b, : p + 1].double()).sum(0) + bias.double() * x[
-            b
-        ].double()
+        expected = (kernel[: p + 1].flip(0).double() * history[b, : p + 1].double()).sum(0)
+        expected += bias.double() * u[b].double()
+        expected *= gate[b].double() if around else 1
         torch.testing.assert_close(y[b].double(), expected, rtol=0, atol=2e-5 if dtype == torch.float32 else 2e-2)
+
+
+@needs_triton
+def test_the_operator_of_a_token_passes_opcheck():
+    x, history, kernel = (torch.randn(shape).to(DEVICE) for shape in ((2, 8), (2, 5, 8), (5, 8)))
+    call = LongStepCall(x, x, None, history, torch.tensor([1, 4], device=DEVICE), kernel, kernel[0])
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.deltazoo.triton_long_conv_step_.default, tuple(call), test_utils=tests)

@@ -9,7 +9,24 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
 from deltazoo.backends.ops.rms_norm import rms_norm
-from deltazoo.mixers import H3, HGRN, LRU, RGLRU, RWKV4, S4D, S5, LonghornDiagonal, Mamba, MixerConfig
+from deltazoo.mixers import (
+    H3,
+    HGRN,
+    LRU,
+    MLSTM,
+    RGLRU,
+    RWKV4,
+    RWKV6,
+    S4D,
+    S5,
+    ABCAttention,
+    GatedRFA,
+    LonghornDiagonal,
+    Mamba,
+    MixerConfig,
+    Raven,
+    Rodimus,
+)
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.parts.ssm import diagonal_ssm
@@ -23,13 +40,27 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "s5": (S5(), "rotating_step_kernel"),
     "hgrn": (HGRN(channels=12), "rotating_step_kernel"),
     "rwkv4": (RWKV4(channels=24), "wkv_step_kernel"),
+    "rwkv6": (RWKV6(heads=2, mix_rank=3, decay_rank=5), "rwkv_step_kernel"),
     "rg_lru": (RGLRU(channels=40, blocks=2), "rg_lru_step_kernel"),
+    "raven": (Raven(heads=2, key_width=8, value_width=12, slots=6, active=3), "routed_slots_step_kernel"),
+    "raven with shared keys": (
+        Raven(heads=4, key_value_heads=2, key_width=5, value_width=7, slots=9, active=2, router="softmax", scale=None),
+        "routed_slots_step_kernel",
+    ),
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
+    "gated_rfa": (GatedRFA(heads=2, key_width=6, value_width=5, features=3), "normalised_step_kernel"),
+    "abc": (ABCAttention(heads=2, key_width=5, value_width=6, slots=3), "softmax_slots_step_kernel"),
+    "rodimus": (Rodimus(key_width=5, expand=1, gate_rank=3), "tempered_step_kernel"),
+    "mlstm": (MLSTM(heads=1, value_heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
 }
 OTHERS: dict[str, MixerConfig] = {
     "s5": S5(discretisation="bilinear"),
     "hgrn": HGRN(turning=False),
     "rg_lru": RGLRU(conv_width=1),
+    "rwkv6": RWKV6(heads=2, mix_rank=257),
+    "raven": Raven(heads=2, key_width=8, slots=6, active=3, gate=True),
+    "raven with shared keys": Raven(heads=2, key_width=8, slots=6, active=3, feature="relu"),
+    "rodimus": Rodimus(key_width=5, expand=1, conv_width=1),
 }
 
 
@@ -70,7 +101,21 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["mamba", "longhorn_diagonal", "hgrn", "rg_lru without a convolution", "lru", "rwkv4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mamba",
+        "longhorn_diagonal",
+        "hgrn",
+        "rg_lru without a convolution",
+        "mlstm",
+        "abc",
+        "rodimus",
+        "rwkv6",
+        "lru",
+        "rwkv4",
+    ],
+)
 @torch.no_grad()
 def test_a_residual_step_norms_its_input(name, monkeypatch):
     monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])

@@ -37,6 +37,7 @@ LAYERS = {
     },
     "kda": {"width": 256, "pattern": "kda(heads=4, key_width=64, value_width=64)"},
     "mamba2": {"width": 256, "pattern": "mamba2", "mlp": "none"},
+    "rwkv6": {"width": 256, "pattern": "rwkv6"},
     "rwkv7": {"width": 256, "pattern": "rwkv7"},
 }  # fmt: skip
 # In bfloat16 the error of separate operations is the measure.

@@ -3,6 +3,8 @@
 B batch, S slots, H heads, C latent width, R rotary width
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,44 +17,63 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_LATENT, MAX_ROTARY = 512, 128
-# Attention of 64 rows, 513 of 577 slots, 16 heads, C = 512 and R = 64 on an H200, us: 19.9 with this launch, 21.0 with
-# 8 warps, 25.5 with 8 warps and half the tile and one more stage, 23.8 with half the tile and two programs per SM.
+# Attention of 64 rows, 513 of 577 slots, 16 heads, C = 512 and R = 64 on an H200, us, with the
+# heads as rows of the products: 19.9 with this launch, 21.0 with 8 warps, 25.5 with 8 warps and half the tile and one
+# more stage, 23.8 with half the tile and two programs per SM.
 _ROWS, _WARPS = 16, 4  # heads of a program
-_STAGES = 3  # tiles in flight, and one
+_BUFFERS = 2  # tiles in shared memory
 _RESERVED = 2048  # bytes of shared memory of a program beside its tiles
 _TILE_BYTES = 65536  # of c of a tile of slots
-_MAX_PARTS = 16
+_MAX_PARTS = 16  # for combine_parts_kernel, which loads all parts of a head at once
+_PREFETCHED = 2  # tiles of a program: all programs of 64 rows request 19 MB while the kernel before them runs
 
 
 def _attend(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -> Tensor:
     from deltazoo.backends.triton.attention.kernels.decode import combine_parts_kernel
-    from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     o = _fake(q, latent, ends, width, scale)
-    (B, H, E), S = q.shape, latent.shape[1]
+    with torch.cuda.device_of(q):
+        partial, lse, traits = attend_parts(ready(q), ready(latent), ready(ends), (width, scale), _MAX_PARTS)
+        tensors = {"partial": partial, "lse": lse, "o": o}
+        combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(4, overlap=traits.OVERLAP))
+        combine(lse.shape[0] * lse.shape[1], {})
+    return o
+
+
+def attend_parts(
+    q: Tensor, latent: Tensor, ends: Tensor, kind: tuple[int, float], most_parts: int
+) -> tuple[Tensor, Tensor, Any]:
+    """Attend to parts of the slots.
+
+    Args: contiguous tensors, of the sizes of `latent_attention_kernel`; kind: C, and the factor on the scores.
+
+    Returns: partial and lse, as of the kernel, and its traits.
+    """
+    from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    (B, H, E), S, (width, scale) = q.shape, latent.shape[1], kind
     device, groups = device_spec(device_of(q).index), cdiv(H, _ROWS)
     overlap, (BV, BR) = architecture(device) == "sm90", (max(16, power_of_two(x)) for x in (width, E - width))
     row_bytes, tile = (BV + BR) * q.dtype.itemsize, max(16, min(64, _TILE_BYTES // (BV * q.dtype.itemsize)))
     available = device.shared_memory - _RESERVED - _ROWS * row_bytes
-    while tile > 16 and (_STAGES - 1) * tile * row_bytes > available:
+    while tile > 16 and _BUFFERS * tile * row_bytes > available:
         tile //= 2
     # at most one program per SM: the results of the parts are as large as many slots
-    most = min(_MAX_PARTS, device.processors // (B * groups), cdiv(S, tile))
+    most = min(most_parts, device.processors // (B * groups), cdiv(S, tile))
     traits = LatentTraits(
         H=H, V=width, R=E - width, BV=BV, BR=BR, ROWS=_ROWS, BN=tile,
         PARTS=1 << max(0, most.bit_length() - 1), SCALE=scale, PREC="tf32" if tf32_allowed() else "tf32x3",
-        OVERLAP=overlap,
+        OVERLAP=overlap, PREFETCHED=_PREFETCHED,
     )  # fmt: skip
-    options = Options(_WARPS, _STAGES, overlap=overlap)
     partial, lse = (q.new_empty(B, H, traits.PARTS, *shape, dtype=torch.float32) for shape in ((width,), ()))
-    tensors = {"q": ready(q), "latent": ready(latent), "ends": ready(ends), "partial": partial, "lse": lse, "o": o}
-    with torch.cuda.device_of(q):
-        attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, options)
-        attend(B * groups * traits.PARTS, {"S": S})
-        combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
-        combine(B * H, {})
-    return o
+    tensors = {"q": q, "latent": latent, "ends": ends, "partial": partial, "lse": lse}
+    # products of sm_90 read a tile from shared memory while later ones arrive: the compiler adds a buffer for them
+    options = Options(_WARPS, _BUFFERS if overlap else _BUFFERS + 1, overlap=overlap)
+    attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, options)
+    attend(B * groups * traits.PARTS, {"S": S})
+    return partial, lse, traits
 
 
 def _fake(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -> Tensor:

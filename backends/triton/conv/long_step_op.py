@@ -3,13 +3,14 @@
 B rows, D channels, S slots
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.custom_op import mark_written, operator
-from deltazoo.backends.triton.operands import ready
+from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import architecture, device_spec
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
@@ -20,35 +21,57 @@ _MOST_ROWS, _FEWEST, _MOST = 4, 16, 128  # rows; channels
 _STAGES = 4
 
 
-def _step(x: Tensor, history: Tensor, position: Tensor, filter: Tensor, bias: Tensor) -> Tensor:
+class LongStepCall(NamedTuple):
+    """The operator's arguments: tensors as of `long_conv_step_kernel`. factor, gate: None: there is none."""
+
+    x: Tensor
+    factor: Tensor | None
+    gate: Tensor | None
+    history: Tensor
+    seen: Tensor
+    filter: Tensor
+    bias: Tensor
+
+
+def long_conv_step_(call: LongStepCall) -> Tensor:
+    """Append u = factor x to the history, and compute y = gate (sum_(s <= p) filter_(p - s) history_s + bias u).
+
+    u is rounded to the dtype of x. p: the tokens before, seen - 1. Returns: y [B, D] in the dtype of x.
+    """
+    y: Tensor = _step_op(*call)
+    return y
+
+
+def _step(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton.conv.kernels.long_step import LongStepTraits, long_conv_step_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (B, S, D), y, pool = history.shape, _fake(x), history.contiguous()
-    device = device_spec(device_of(x).index)
+    call, y = LongStepCall(*arguments), _fake(*arguments)
+    B, S, D = call.history.shape
+    device = device_spec(device_of(call.x).index)
     rows = min(_MOST_ROWS, 1 << (B.bit_length() - 1))
     columns = min(_MOST, power_of_two(D))
     while columns > _FEWEST and cdiv(B, rows) * cdiv(D, columns) < device.processors:
         columns //= 2
     overlap = architecture(device) == "sm90"
-    traits = LongStepTraits(D, rows, max(1, _ELEMENTS // (rows * columns)), columns, _STAGES, overlap)
-    tensors = {
-        "x": ready(x), "history": pool, "position": ready(position), "filter": ready(filter), "bias": ready(bias),
-        "y": y,
-    }  # fmt: skip
-    with torch.cuda.device_of(x):
+    tensors = step_tensors(call, ("x", "factor", "gate"), ("history",)) | {"y": y}
+    X, FACTOR, GATE = (-1 if tensors[name] is None else tensors[name].stride(0) for name in ("x", "factor", "gate"))
+    slots = max(1, _ELEMENTS // (rows * columns))
+    traits = LongStepTraits(D, X, FACTOR, GATE, rows, slots, columns, _STAGES, overlap)
+    with torch.cuda.device_of(call.x):
         run = launcher(long_conv_step_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
         run(cdiv(B, rows) * cdiv(D, columns), {"B": B, "S": S})
-    mark_written(history, pool)
+    finish(call, tensors, ("history",))
     return y
 
 
-def _fake(x: Tensor, *_: Any) -> Tensor:
+def _fake(*arguments: Any) -> Tensor:
+    x: Tensor = arguments[0]
     return x.new_empty(x.shape)
 
 
-long_conv_step = operator(
-    "triton_long_conv_step_(Tensor x, Tensor(a!) history, Tensor position, Tensor filter, Tensor bias) -> Tensor",
+_step_op = operator(
+    f"triton_long_conv_step_({schema(LongStepCall, 'history')}) -> Tensor",
     _step,
     compiled_ahead(_step, _fake),
     any_layout=True,

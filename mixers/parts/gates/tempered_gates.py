@@ -10,19 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.gemv import Convolution, products_of_some
 from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.triton.conv.op import too_many_taps
+from deltazoo.backends.triton.decode.tempered_op import MAX_KEYS, MAX_RANK, TemperedCall, tempered_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.decode_maps import apply_maps, is_step
+from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, convolves, is_step
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, MapsInput, OutputArguments, OutputPart, Stateful
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
+from deltazoo.mixers.parts.norms import HeadNorm
 
 DECAY_RANGE = (1e-3, 0.1)  # of the initial g
 EXPONENT_RANGE = (1 / 16, 0.9)  # of the initial tau
 GAIN = 2**-2.5  # of the initial weights of the gates
 
 
-class TemperedProjection(nn.Module, Stateful, MapsInput):
+class TemperedProjection(nn.Module, Stateful, MapsInput, TokenStep):
     """u = W x, c = silu(conv(u)), q = W c, k = g^tau W c / |W c|, v = sigmoid(W_2 W_1 u + b) * u, log a = -g tau.
 
     g = softplus(W c + b) and tau = sigmoid(W c + b), [B, T, K], in float32. Returns the intermediate "convolved": c.
@@ -73,12 +81,49 @@ class TemperedProjection(nn.Module, Stateful, MapsInput):
         (c,), state = self.conv(u, state, context)
         maps = {"q": self.to_q, "k": self.to_k, "g": self.to_g, "tau": self.to_tau}
         mapped = apply_maps(c, maps) if is_decoding else {name: module(c) for name, module in maps.items()}
-        g, tau, k = F.softplus(mapped["g"]), mapped["tau"].sigmoid(), mapped["k"]
-        k = F.normalize(k.to(state_dtype(k.dtype)), dim=-1) * g**tau
+        k, log_decay = _strengths(mapped["k"], mapped["g"], mapped["tau"])
         gate = apply_maps(u, {"gate": self.value_gate})["gate"] if is_decoding else self.value_gate(u)
         v = gate.sigmoid() * u
         q, k, v = (y.unsqueeze(2) for y in (mapped["q"], k.to(v.dtype), v))
-        return UpdateInputs(q, k, v, log_decay=(-g * tau).unsqueeze(2)), state, {"convolved": c}
+        return UpdateInputs(q, k, v, log_decay=log_decay.unsqueeze(2)), state, {"convolved": c}
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        if not call.has_parts(TemperedProjection, Update, ConvolvedSkip, OutputGate, HeadNorm):
+            return None
+        _, update, skip, gate, norm = call.parts.values()
+        assert isinstance(update, Update) and isinstance(skip, ConvolvedSkip) and isinstance(gate, OutputGate)
+        assert isinstance(norm, HeadNorm)
+        conv, history, x = self.conv, call.state_of(self), call.x
+        maps = [self.to_q, self.to_k, self.to_g, self.to_tau, self.value_gate[0]]
+        linears = [linear for linear in maps if adds_to_product(linear, x)]
+        up, K = self.value_gate[1], update.shape.key_width
+        if len(linears) < len(maps) or not adds_to_product(up, x) or up.bias is None or not is_plain(self.value_gate):
+            return None
+        if K > MAX_KEYS or up.weight.shape[1] > MAX_RANK or not update.is_decayed_sum("channel"):
+            return None
+        convolution = Convolution(history, conv.weight, conv.bias, True)
+        if type(conv) is not ShortConv or not is_plain(conv) or too_many_taps(conv.weight.shape[1]):
+            return None
+        if norm.norm_of_all() is None or not convolves(x, self.to_u, convolution):
+            return None
+        products = apply_maps(x, {"c": self.to_u, "gate": gate.proj}, call.norm, convolution)
+        streams = torch.stack([products["c"][:, 0], history[:, -1]], 1)  # the token's u is the last input
+        q, k, g, tau, low = products_of_some(streams, [linear.weight for linear in linears], (0, 0, 0, 0, 1))
+        biased = [y.to(state_dtype(y.dtype)) + layer.bias for y, layer in ((g, self.to_g), (tau, self.to_tau))]
+        k, log_decay = _strengths(k, *biased)
+        o = tempered_step_(
+            TemperedCall(
+                q, low, products["gate"][:, 0], k, log_decay, streams, up.weight, up.bias, skip.D,
+                call.states["update"], gate.activation, update.spec.scale_of(K),
+            )
+        )  # fmt: skip
+        return TokenOutput(o[:, None], norm=norm.norm_of_all())
+
+
+def _strengths(k: Tensor, raw_g: Tensor, raw_tau: Tensor) -> tuple[Tensor, Tensor]:
+    """Return g^tau k / |k| and -g tau with g = softplus(raw_g) and tau = sigmoid(raw_tau)."""
+    g, tau = F.softplus(raw_g), raw_tau.sigmoid()
+    return F.normalize(k.to(state_dtype(k.dtype)), dim=-1) * g**tau, -g * tau
 
 
 class ConvolvedSkip(OutputPart):

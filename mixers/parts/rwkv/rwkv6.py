@@ -11,16 +11,23 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.rwkv_step import MAX_RANK, RWKV6Maps, RWKV6Shift, RWKVState, rwkv6_token_
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs
-from deltazoo.mixers.core.decode_maps import apply_to_each
+from deltazoo.mixers.core.decode_maps import apply_to_each, reads_weight
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandResult, Stateful
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
+from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.convolution import TokenShift
+from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate
 from deltazoo.mixers.parts.low_rank import LowRank, Ranks
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.rwkv.token_weights import common_weights
+from deltazoo.mixers.parts.skips import Bonus
 
 
-class RWKV6Projection(nn.Module, Stateful, HasFlops):
+class RWKV6Projection(nn.Module, Stateful, TokenStep, HasFlops):
     """r, k, v, g and w of x_i = x_t + (x_(t-1) - x_t) (mu_i + lowrank_i(x_t + (x_(t-1) - x_t) mu_x)).
 
     log_decay = -exp(w_0 + tanh(x_w A) B). Returns the intermediate "gate", g.
@@ -83,6 +90,22 @@ class RWKV6Projection(nn.Module, Stateful, HasFlops):
         q, k = (rearrange(y, "b t (h k) -> b t h k", h=self.shape.heads) for y in (r, k))
         v = rearrange(v, "b t (h v) -> b t h v", h=self.shape.value_heads)
         return UpdateInputs(q, k, v, log_decay=log_decay), new_state, {"gate": g}
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        if not call.has_parts(RWKV6Projection, Update, Bonus, HeadNorm, PrecomputedGate):
+            return None
+        weights = common_weights(call, self.shift, self.decay, "silu")
+        maps = (self.mix_down, self.to_k, self.to_v, self.to_r, self.to_g)
+        if weights is None or not all(reads_weight(linear, call.x) for linear in maps):
+            return None
+        if self.mix_up.shape[1] > MAX_RANK:
+            return None
+        shift = RWKV6Shift(self.mix_x, self.mix, self.mix_down.weight, self.mix_up)
+        weights_of_inputs = RWKV6Maps(
+            self.decay.down.weight, self.to_k.weight, self.to_v.weight, self.to_r.weight, self.to_g.weight
+        )
+        states = RWKVState(call.states["project"], call.states["update"])
+        return TokenOutput(rwkv6_token_(call.x, call.norm, shift, weights_of_inputs, weights, states))
 
 
 def initial_bonus(shape: HeadShape, place: Place) -> Callable[[], Tensor]:

@@ -13,8 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.ops.rwkv7_step import MAX_WIDTH, RWKV7Maps, RWKV7State, RWKV7Weights, rwkv7_token_
-from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.backends.ops.rwkv_step import RWKV7Maps, RWKVState, rwkv7_token_
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.mixer import Context, Place
@@ -25,6 +24,7 @@ from deltazoo.mixers.parts.convolution import TokenShift
 from deltazoo.mixers.parts.gates.output_gates import PrecomputedGate
 from deltazoo.mixers.parts.low_rank import LowRank, Ranks
 from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.rwkv.token_weights import common_weights, reads_low_rank
 from deltazoo.mixers.parts.skips import Bonus
 
 FIRST_VALUE = "rwkv7 first value"  # key of `context.values`
@@ -106,42 +106,29 @@ class RWKV7Projection(nn.Module, Stateful, TokenStep):
         return inputs, new_state, intermediates
 
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
-        x_B1D, context, previous = call.x, call.context, call.states["project"]
+        x_B1D, context = call.x, call.context
         if not call.has_parts(RWKV7Projection, Update, HeadNorm, Bonus, PrecomputedGate):
             return None
-        if type(self.shift) is not TokenShift or not is_plain(self.shift):
+        weights = common_weights(call, self.shift, self.decay, "none")
+        if weights is None or not all(reads_weight(linear, x_B1D) for linear in (self.to_r, self.to_k, self.to_v)):
             return None
-        _, _, head_norm, bonus, gate = call.parts.values()
-        assert isinstance(head_norm, HeadNorm) and isinstance(bonus, Bonus) and isinstance(gate, PrecomputedGate)
-        maps = [self.to_r, self.to_k, self.to_v]
-        for part in (self.decay, self.rate, self.gate, *([] if self.value is None else [self.value])):
-            if type(part) is not LowRank or not is_plain(part) or not is_plain_linear(part.up):
-                return None
-            maps.append(part.down)
-        if not all(reads_weight(linear, x_B1D) for linear in maps):
-            return None
-        if max(self.shape.key_width, self.shape.value_width) > MAX_WIDTH or previous.dtype != x_B1D.dtype:
-            return None
-        if head_norm.kind != "layer" or head_norm.weight is None or head_norm.bias is None or gate.activation != "none":
+        value = self.value
+        parts = [self.rate, self.gate] if value is None else [self.rate, self.gate, value]
+        if not all(reads_low_rank(part, x_B1D) for part in parts) or self.rate.bias is None:
             return None
         first = None if context.values is None else context.values.get(FIRST_VALUE)
         if first is not None and (first.shape[-1] != self.to_v.out_features or first.dtype != x_B1D.dtype):
             return None
-        if self.decay.bias is None or self.rate.bias is None:
-            return None
-        value = self.value
-        weights = RWKV7Weights(
-            self.decay.up.weight, self.rate.up.weight, self.gate.up.weight, None if value is None else value.up.weight,
-            decay_bias=self.decay.bias, rate_bias=self.rate.bias, value_bias=None if value is None else value.bias,
-            xi=self.xi, alpha=self.alpha, u=bonus.u, norm_weight=head_norm.weight, norm_bias=head_norm.bias,
-            eps=head_norm.eps,
+        weights = weights._replace(
+            rate=self.rate.up.weight, rate_bias=self.rate.bias, gate=self.gate.up.weight, xi=self.xi, alpha=self.alpha,
+            value=None if value is None else value.up.weight, value_bias=None if value is None else value.bias,
         )  # fmt: skip
-        weights_of_input = RWKV7Maps(
+        maps = RWKV7Maps(
             self.to_r.weight, self.to_k.weight, self.to_v.weight, self.decay.down.weight, self.rate.down.weight,
             self.gate.down.weight, None if value is None else value.down.weight,
         )  # fmt: skip
-        states = RWKV7State(previous, call.states["update"])
-        o, v = rwkv7_token_(x_B1D, call.norm, self.mix, weights_of_input, weights, states, first)
+        states = RWKVState(call.states["project"], call.states["update"])
+        o, v = rwkv7_token_(x_B1D, call.norm, self.mix, maps, weights, states, first)
         return TokenOutput(o, None, {FIRST_VALUE: v} if context.values is not None and first is None else None)
 
     def _interpolate_values(self, v: Tensor, x_v: Tensor, first: Tensor) -> Tensor:

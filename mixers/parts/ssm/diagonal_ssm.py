@@ -22,7 +22,7 @@ from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
 from deltazoo.mixers.core.state import write_back
-from deltazoo.mixers.core.token_step import Around
+from deltazoo.mixers.core.token_step import Around, FilterStep
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
 from deltazoo.mixers.parts.rotary import rotation_angle
@@ -45,7 +45,7 @@ class _Discrete(NamedTuple):
     b_im: Tensor
 
 
-class DiagonalSSM(nn.Module):
+class DiagonalSSM(nn.Module, FilterStep):
     """y_t = Re(sum_n C_n h_nt) + skip x_t with h_nt = a_n h_n(t-1) + b_n x_t; a and b from lambda and dt, per channel.
 
     As an update, every channel is a head with V = 1. |a| is the decay, and the angle of a rotates q and k.
@@ -125,10 +125,6 @@ class DiagonalSSM(nn.Module):
     def step_(
         self, x: Tensor, state: dict[str, Tensor] | None, context: Context, around: Around
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Decode one token per row by the kernel, with the gates around the filter; None: it does not run.
-
-        The caller guarantees that a call of the module runs only `forward` (`is_plain`).
-        """
         is_step = x.shape[1] == 1 and context.mask is None and context.cu_seqlens is None and context.parallel is None
         if state is None or not is_step or self.imaginary is None or torch.is_grad_enabled():
             return None

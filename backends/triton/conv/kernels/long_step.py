@@ -1,6 +1,8 @@
 """One token of a convolution with a filter as long as the sequence, over the history of all tokens.
 
-    history slot p <- x;    y = sum_(s <= p) filter_(p - s) history_s + bias x         p: tokens before, per row
+    u = factor x,    history slot p <- u;    y = gate (sum_(s <= p) filter_(p - s) history_s + bias u)
+
+factor and gate may be missing. p: tokens before this one, per row
 
 B rows, D channels, S slots
 """
@@ -17,11 +19,15 @@ class LongStepTraits(NamedTuple):
     """Compile-time parameters.
 
     Args:
-        D: channels. ROWS, BS, BD: rows, slots and channels of a tile, powers of two. STAGES: tiles in flight, and one.
+        D: channels. X, FACTOR, GATE: elements from row to row of x, factor and gate; -1: there is no factor, or gate.
+        ROWS, BS, BD: rows, slots and channels of a tile, powers of two. STAGES: tiles in flight, and one.
         OVERLAP: see device/overlap.py.
     """
 
     D: int
+    X: int
+    FACTOR: int
+    GATE: int
     ROWS: int
     BS: int
     BD: int
@@ -30,12 +36,12 @@ class LongStepTraits(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["B", "S"])
-def long_conv_step_kernel(x, history, position, filter, bias, y, B, S, traits: tl.constexpr):
+def long_conv_step_kernel(x, factor, gate, history, seen, filter, bias, y, B, S, traits: tl.constexpr):
     """Convolve the token of ROWS rows.
 
-    Grid: ROWS rows, BD channels. Reads x [B, D], history [B, S, D], position [B] int64, filter [S, D] float32, bias
-    [D]. Stores x in the slot of `position` in history, and writes y [B, D]. A tile of the filter is read once for all
-    rows if their positions are equal.
+    Grid: ROWS rows, BD channels. Reads x, factor, gate [B, D] with row strides, history [B, S, D], seen [B] int64, the
+    tokens of each row including this one, filter [S, D] float32, bias [D]. Stores u in slot p of history, and writes
+    y [B, D]. A tile of the filter is read once for all rows if their positions are equal.
     """
     D: tl.constexpr = traits.D
     ROWS: tl.constexpr = traits.ROWS
@@ -50,9 +56,12 @@ def long_conv_step_kernel(x, history, position, filter, bias, y, B, S, traits: t
     in_d = d < D
     mask = (row < B)[:, None] & in_d[None, :]
     row = tl.minimum(row, B - 1).to(tl.int64)  # so that positions of missing rows are those of the last one
-    p = tl.minimum(tl.load(position + row), S - 1).to(tl.int32)
+    p = (tl.minimum(tl.load(seen + row), S) - 1).to(tl.int32)
     last = tl.max(p, 0)
-    token = tl.load(x + row[:, None] * D + d[None, :], mask=mask, other=0.0)
+    token = tl.load(x + row[:, None] * traits.X + d[None, :], mask=mask, other=0.0)
+    if traits.FACTOR >= 0:
+        scale = tl.load(factor + row[:, None] * traits.FACTOR + d[None, :], mask=mask, other=0.0)
+        token = (token.to(tl.float32) * scale.to(tl.float32)).to(token.dtype)
     history += row[:, None] * S * D + d[None, :]
     tl.store(history + p[:, None].to(tl.int64) * D, token.to(history.dtype.element_ty), mask=mask)
     sums = tl.zeros([ROWS, BS, BD], tl.float32)
@@ -75,4 +84,7 @@ def long_conv_step_kernel(x, history, position, filter, bias, y, B, S, traits: t
             sums += tile.to(tl.float32) * taps
     first = tl.load(filter, mask=in_d, other=0.0) + tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     out = tl.sum(sums, 1) + token.to(tl.float32) * first[None, :]
+    if traits.GATE >= 0:
+        g = tl.load(gate + row[:, None] * traits.GATE + d[None, :], mask=mask, other=0.0)
+        out *= g.to(tl.float32)
     tl.store(y + row[:, None] * D + d[None, :], out.to(y.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""One token of RWKV-7 on a GPU: one product with all maps of the shifted input, and one kernel up to the output map.
+"""One token of RWKV-6 or RWKV-7 on a GPU: one product with all maps of the shifted inputs, then the kernels of a step.
 
 Nothing here records gradients.
 
@@ -9,11 +9,33 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltazoo.backends.ops.gemv import Norm, Shift, shifted_products
-from deltazoo.backends.triton.decode.rwkv7_op import RWKV7Call, rwkv7_step
-from deltazoo.backends.triton.decode.rwkv7_op import RWKV7Weights as RWKV7Weights
+from deltazoo.backends.ops.gemv import Norm, Shift, products_of_each, shifted_products
+from deltazoo.backends.triton.decode.ddlerp_op import MAX_RANK as MAX_RANK
+from deltazoo.backends.triton.decode.ddlerp_op import DDLerpCall, ddlerp
+from deltazoo.backends.triton.decode.rwkv_op import RWKVCall, rwkv_step
+from deltazoo.backends.triton.decode.rwkv_op import RWKVWeights as RWKVWeights
+from deltazoo.backends.triton.norm.op import rms_norm
 
 MAX_WIDTH = 128  # of a head: a program holds its state
+
+
+class RWKV6Shift(NamedTuple):
+    """Weights of the data-dependent token shift: mix_x [D], mix [5, D], down [5 R, D], up [5, R, D]; w, k, v, r, g."""
+
+    mix_x: Tensor
+    mix: Tensor
+    down: Tensor
+    up: Tensor
+
+
+class RWKV6Maps(NamedTuple):
+    """Weights of the maps of the shifted inputs: decay [rank, D], k, r [H K, D], v, g [H V, D]."""
+
+    decay: Tensor
+    k: Tensor
+    v: Tensor
+    r: Tensor
+    g: Tensor
 
 
 class RWKV7Maps(NamedTuple):
@@ -31,11 +53,35 @@ class RWKV7Maps(NamedTuple):
     value: Tensor | None
 
 
-class RWKV7State(NamedTuple):
+class RWKVState(NamedTuple):
     """previous: the token shift's [B, 1, D]. update: [B, H, K, V] float32. Both change in place."""
 
     previous: Tensor
     update: Tensor
+
+
+def rwkv6_token_(
+    x: Tensor,
+    norm: Norm | None,
+    shift: RWKV6Shift,
+    maps: RWKV6Maps,
+    weights: RWKVWeights,
+    state: RWKVState,
+) -> Tensor:
+    """Decode one token per row.
+
+    Args: x: [B, 1, D], without `gemv.refusals`; norm: applied to x, if any.
+    Returns: o, [B, 1, H V].
+    """
+    if norm is not None:
+        x = rms_norm(x, None, None, norm.weight, norm.eps, "none")[1]
+    token, previous = x[:, 0], state.previous[:, 0]
+    shifted = ddlerp(DDLerpCall(token, previous, shift.mix_x, shift.mix, shift.down, shift.up))
+    low_decay, k, v, r, g = products_of_each(shifted, maps)
+    call = RWKVCall(
+        x=token, previous=previous, states=state.update, weights=weights, r=r, k=k, v=v, low_decay=low_decay, g=g
+    )
+    return rwkv_step(call)[:, None]
 
 
 def rwkv7_token_(
@@ -43,8 +89,8 @@ def rwkv7_token_(
     norm: Norm | None,
     mix: Tensor,
     maps: RWKV7Maps,
-    weights: RWKV7Weights,
-    state: RWKV7State,
+    weights: RWKVWeights,
+    state: RWKVState,
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Decode one token per row.
@@ -66,8 +112,8 @@ def rwkv7_token_(
     else:
         low_value, first_value, weights = None, None, weights._replace(value=None, value_bias=None)
     input_weight, input_eps = (None, 0.0) if norm is None else norm
-    o = rwkv7_step(
-        RWKV7Call(
+    o = rwkv_step(
+        RWKVCall(
             x=x[:, 0], input_weight=input_weight, previous=state.previous[:, 0], r=r, k=k, v=v, first=first_value,
             low_decay=low_decay, low_rate=low_rate, low_gate=low_gate, low_value=low_value, weights=weights,
             states=state.update, input_eps=input_eps,

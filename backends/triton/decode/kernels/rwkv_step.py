@@ -1,9 +1,15 @@
-"""One token of RWKV-7 between the products with its input and the output map: low-rank maps, then one kernel.
+"""One token of RWKV-6 or RWKV-7 between the products with its input and the output map: low-rank maps, then one kernel.
 
+RWKV-7:
     w = exp(-exp(-1/2) sigmoid(W_w tanh(d_w) + bias_w)),  eta = sigmoid(W_a d_a + bias_a),  g = W_g sigmoid(d_g)
     kappa = unit(k * xi),  k <- k (1 + (eta - 1) alpha),  v <- v + (v_first - v) sigmoid(W_v d_v + bias_v)
     S <- Diag(w) S - (kappa * eta) (kappa^T S) + k v^T
     o = (weight * norm(S^T r) + bias + (r^T (u * k)) v) * g                  layer norm over V
+
+RWKV-6:
+    w = exp(-exp(W_w tanh(d_w) + bias_w))
+    o = (weight * norm(S^T r + (r^T (u * k)) v) + bias) * silu(g)
+    S <- Diag(w) S + k v^T
 
 The token shift's state becomes the input of the mixer: x, or with NORM input_weight * x / sqrt(mean(x^2) + NORM_EPS).
 
@@ -18,18 +24,22 @@ import triton.language as tl
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 
 
-class RWKV7Traits(NamedTuple):
+class RWKVTraits(NamedTuple):
     """Compile-time properties.
 
     Args:
-        D, H, K, V: sizes. BK, BV: K and V, and BD: the channels of the shift's state of a program, as powers of two.
-        WHOLE: D rounded up to a power of two. DECAY, RATE, GATE, VALUE: ranks of the maps; VALUE 0: no interpolation.
-        STRIDE: elements from row to row of r, k, v and of what the low-rank maps read. FIRST_STRIDE: of first.
-        CHANNELS: outputs of a program of rwkv7_low_rank_kernel.
+        VERSION: 6 or 7, of RWKV. D, H, K, V: sizes.
+        BK, BV: K and V, and BD: the channels of the shift's state of a program, as powers of two.
+        WHOLE: D rounded up to a power of two.
+        DECAY, RATE, GATE, VALUE: ranks of the maps; 0: there is none. RWKV-6 has DECAY alone.
+        STRIDE: elements from row to row of r, k, v, g and of what the low-rank maps read. FIRST_STRIDE: of first.
+        CHANNELS: outputs of a program of rwkv_low_rank_kernel.
         EPS: of the output norm. NORM, NORM_EPS: whether the input has a norm, and its epsilon.
-        JOINT: rwkv7_step_kernel applies the low-rank maps itself.
+        JOINT: rwkv_step_kernel applies the low-rank maps itself. STATE_LAST: it loads the state after that, when the
+            registers of their weights are free.
     """
 
+    VERSION: int
     D: int
     H: int
     K: int
@@ -49,6 +59,7 @@ class RWKV7Traits(NamedTuple):
     NORM: bool
     NORM_EPS: float
     JOINT: bool
+    STATE_LAST: bool
     OVERLAP: bool
 
 
@@ -90,21 +101,21 @@ def low_rank_tile(low, weight, y, b, B, row, SIZE: tl.constexpr, RANK: tl.conste
 
 
 @triton.jit(do_not_specialize=["B", "early"])
-def rwkv7_low_rank_kernel(
+def rwkv_low_rank_kernel(
     low_decay, low_rate, low_gate, low_value, decay, rate, gate, value, y_decay, y_rate, y_gate, y_value, B, early,
     traits: tl.constexpr,
 ):  # fmt: skip
     """Apply the second maps of low rank, each of whose weights is read once for ROWS rows.
 
     Grid: rows / ROWS, CHANNELS outputs, maps. Reads low_* [B, rank] with a row stride, and the weights of
-    rwkv7_step_kernel of the same names. Writes y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], float32.
+    rwkv_step_kernel of the same names. Writes y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], float32.
     early: 1 if the weights may be loaded before the preceding kernel has ended; 0 if it may have written them.
     """
     ROWS: tl.constexpr = 16
     CHANNELS: tl.constexpr = traits.CHANNELS
     KEYS: tl.constexpr = traits.H * traits.K
     VALUES: tl.constexpr = traits.H * traits.V
-    MAPS: tl.constexpr = 4 if traits.VALUE > 0 else 3
+    MAPS: tl.constexpr = 1 if traits.VERSION == 6 else 4 if traits.VALUE > 0 else 3
     if traits.OVERLAP:
         start_next()
         if early == 0:
@@ -117,9 +128,11 @@ def rwkv7_low_rank_kernel(
     if map == 0:
         low_rank_tile(low_decay, decay, y_decay, b, B, row, KEYS, traits.DECAY, "tanh", traits)
     elif map == 1:
-        low_rank_tile(low_rate, rate, y_rate, b, B, row, KEYS, traits.RATE, "none", traits)
+        if traits.VERSION == 7:
+            low_rank_tile(low_rate, rate, y_rate, b, B, row, KEYS, traits.RATE, "none", traits)
     elif map == 2:
-        low_rank_tile(low_gate, gate, y_gate, b, B, row, VALUES, traits.GATE, "sigmoid", traits)
+        if traits.VERSION == 7:
+            low_rank_tile(low_gate, gate, y_gate, b, B, row, VALUES, traits.GATE, "sigmoid", traits)
     else:
         if traits.VALUE > 0:
             low_rank_tile(low_value, value, y_value, b, B, row, VALUES, traits.VALUE, "none", traits)
@@ -152,20 +165,21 @@ def rank_product(weights, low):
 
 
 @triton.jit(do_not_specialize=["early"])
-def rwkv7_step_kernel(
-    x, input_weight, previous, r, k, v, first, y_decay, y_rate, y_gate, y_value,
+def rwkv_step_kernel(
+    x, input_weight, previous, r, k, v, g, first, y_decay, y_rate, y_gate, y_value,
     low_decay, low_rate, low_gate, low_value, decay, rate, gate, value,
     decay_bias, rate_bias, value_bias, xi, alpha, u, norm_weight, norm_bias, states, o, early, traits: tl.constexpr,
 ):  # fmt: skip
     """Decode one token of one head.
 
-    Grid: row, head. Reads x [B, D], with NORM input_weight [D]; r, k [B, H K] and v, first [B, H V] with row strides;
-    y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], the products of low rank; decay_bias, rate_bias, xi, alpha,
-    u [H K]; value_bias, norm_weight, norm_bias [H V]. Updates states [B, H, K, V] float32 and previous [B, D] in
-    place. Writes o [B, H V].
+    Grid: row, head. Reads x [B, D], with NORM input_weight [D]; r, k [B, H K] and v, g, first [B, H V] with row
+    strides; y_decay, y_rate [B, H K] and y_gate, y_value [B, H V], the products of low rank; decay_bias, rate_bias, xi,
+    alpha, u [H K]; value_bias, norm_weight, norm_bias [H V]. Of these, g is read by RWKV-6 alone, and y_rate, y_gate,
+    y_value, rate_bias, value_bias, xi, alpha and first by RWKV-7 alone. Updates states [B, H, K, V] float32 and
+    previous [B, D] in place. Writes o [B, H V].
 
     With JOINT it reads low_* [B, rank] with a row stride, and the weights of the maps of low rank of those names,
-    [H K, rank] and [H V, rank], in place of y_*. early: as of rwkv7_low_rank_kernel.
+    [H K, rank] and [H V, rank], in place of y_*. early: as of rwkv_low_rank_kernel.
     """
     H: tl.constexpr = traits.H
     K: tl.constexpr = traits.K
@@ -188,29 +202,37 @@ def rwkv7_step_kernel(
         prefetch_rows(states + b * H * K * V, h * K + tl.minimum(ks, K - 1), V)
     if traits.JOINT:
         w_decay = load_ranks(decay, key, in_k, traits.DECAY)
-        w_rate = load_ranks(rate, key, in_k, traits.RATE)
-        w_gate = load_ranks(gate, column, in_v, traits.GATE)
+        if traits.VERSION == 7:
+            w_rate = load_ranks(rate, key, in_k, traits.RATE)
+            w_gate = load_ranks(gate, column, in_v, traits.GATE)
         if traits.VALUE > 0:
             w_value = load_ranks(value, column, in_v, traits.VALUE)
     if traits.OVERLAP:
         wait_for_previous()
     # every load is issued before its first use, which may be a sum over all threads
     at = states + (b * H + h) * K * V + ks[:, None] * V + vs[None, :]
-    S = tl.load(at, mask=in_k[:, None] & in_v[None, :], other=0.0)
+    in_state = in_k[:, None] & in_v[None, :]
+    if not traits.STATE_LAST:
+        S = tl.load(at, mask=in_state, other=0.0)
     row = b * traits.STRIDE
     if traits.JOINT:
         y_d = load_low(low_decay + row, traits.DECAY)
-        y_r = load_low(low_rate + row, traits.RATE)
-        y_g = load_low(low_gate + row, traits.GATE)
+        if traits.VERSION == 7:
+            y_r = load_low(low_rate + row, traits.RATE)
+            y_g = load_low(low_gate + row, traits.GATE)
     else:
         y_d = load_channels(y_decay + b * (H * K), key, in_k)
-        y_r = load_channels(y_rate + b * (H * K), key, in_k)
-        y_g = load_channels(y_gate + b * (H * V), column, in_v)
+        if traits.VERSION == 7:
+            y_r = load_channels(y_rate + b * (H * K), key, in_k)
+            y_g = load_channels(y_gate + b * (H * V), column, in_v)
     bias_d = load_channels(decay_bias, key, in_k)
-    bias_r = load_channels(rate_bias, key, in_k)
+    if traits.VERSION == 7:
+        bias_r = load_channels(rate_bias, key, in_k)
     q = load_channels(r + row, key, in_k)
     k_h = load_channels(k + row, key, in_k)
     v_h = load_channels(v + row, column, in_v)
+    if traits.VERSION == 6:
+        y_g = load_channels(g + row, column, in_v)
     if traits.VALUE > 0:
         if traits.JOINT:
             y_v = load_low(low_value + row, traits.VALUE)
@@ -224,27 +246,40 @@ def rwkv7_step_kernel(
         factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
     if traits.JOINT:
         y_d = rank_product(w_decay, 2.0 * tl.sigmoid(2.0 * y_d) - 1.0)
-        y_r = rank_product(w_rate, y_r)
-        y_g = rank_product(w_gate, tl.sigmoid(y_g))
-    w = tl.exp(-0.6065306597126334 * tl.sigmoid(y_d + bias_d))
-    eta = tl.sigmoid(y_r + bias_r)
-    if traits.VALUE > 0:
-        if traits.JOINT:
-            y_v = rank_product(w_value, y_v)
-        v_h += (v_first - v_h) * tl.sigmoid(y_v + bias_v)
-    kappa = k_h * load_channels(xi, key, in_k)
-    kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k)
+        if traits.VERSION == 7:
+            y_r = rank_product(w_rate, y_r)
+            y_g = rank_product(w_gate, tl.sigmoid(y_g))
+    if traits.STATE_LAST:
+        S = tl.load(at, mask=in_state, other=0.0)
+    y_d += bias_d
+    if traits.VERSION == 6:
+        w = tl.exp(-tl.exp(y_d))
+        y_g *= tl.sigmoid(y_g)
+        bonus = tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
+        out = tl.sum(S * q[:, None], 0) + bonus
+        S = S * w[:, None] + k_h[:, None] * v_h[None, :]
+        tl.store(at, S, mask=in_state)
+    else:
+        w = tl.exp(-0.6065306597126334 * tl.sigmoid(y_d))
+        eta = tl.sigmoid(y_r + bias_r)
+        if traits.VALUE > 0:
+            if traits.JOINT:
+                y_v = rank_product(w_value, y_v)
+            v_h += (v_first - v_h) * tl.sigmoid(y_v + bias_v)
+        kappa = k_h * load_channels(xi, key, in_k)
+        kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12, propagate_nan=tl.PropagateNan.ALL)
+        k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k)
 
-    read = tl.sum(S * kappa[:, None], 0)
-    S = S * w[:, None] - (kappa * eta)[:, None] * read[None, :] + k_h[:, None] * v_h[None, :]
-    tl.store(at, S, mask=in_k[:, None] & in_v[None, :])
-    out = tl.sum(S * q[:, None], 0)
+        read = tl.sum(S * kappa[:, None], 0)
+        S = S * w[:, None] - (kappa * eta)[:, None] * read[None, :] + k_h[:, None] * v_h[None, :]
+        tl.store(at, S, mask=in_state)
+        out = tl.sum(S * q[:, None], 0)
     mean = tl.sum(out, 0) / V
     centred = tl.where(in_v, out - mean, 0.0)
     out = centred * tl.rsqrt(tl.sum(centred * centred, 0) / V + traits.EPS)
     out = out * load_channels(norm_weight, column, in_v) + load_channels(norm_bias, column, in_v)
-    out += tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
+    if traits.VERSION == 7:
+        out += tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
     tl.store(o + b * (H * V) + column, (out * y_g).to(o.dtype.element_ty), mask=in_v)
 
     SPAN: tl.constexpr = (D + H - 1) // H

@@ -1,0 +1,81 @@
+"""Operator and launch of one token of Rodimus's update; kernels/tempered_step.py states the equations.
+
+B rows, K key width, V value width, R rank of the value's gate
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.operands import schema
+from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.support import Options
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
+
+_STATES, _WARPS = 8192, 8  # of a program; with 4 warps a thread would take 189 registers, and two programs fit an SM
+_COLUMNS = 128
+MAX_KEYS, MAX_RANK = 256, 128
+_OF_TOKEN = ("q", "low", "gate")  # columns of one tensor: their rows may be apart
+
+
+class TemperedCall(NamedTuple):
+    """The operator's arguments: tensors as of `tempered_step_kernel`; states [B, 1, K, V]."""
+
+    q: Tensor
+    low: Tensor
+    gate: Tensor
+    k: Tensor
+    log_decay: Tensor
+    streams: Tensor
+    weight: Tensor
+    bias: Tensor
+    skip: Tensor
+    states: Tensor
+    activation: str
+    scale: float
+
+
+def tempered_step_(call: TemperedCall) -> Tensor:
+    """Decode one token per row; `states` change in place. Returns: o [B, V]."""
+    o: Tensor = _step_op(*call)
+    return o
+
+
+def _step(*arguments: Any) -> Tensor:
+    from deltazoo.backends.triton.decode.kernels.tempered_step import TemperedTraits, tempered_step_kernel
+    from deltazoo.backends.triton.runtime.launcher import launcher
+
+    call, o = TemperedCall(*arguments), _fake(*arguments)
+    B, _, K, V = call.states.shape
+    R, BK = call.weight.shape[1], power_of_two(K)
+    tensors = step_tensors(call, _OF_TOKEN, ("states",)) | {"o": o}
+    del tensors["scale"]  # a number
+    overlap = architecture(device_spec(device_of(call.q).index)) == "sm90"
+    BV = min(_COLUMNS, power_of_two(V), max(16, _STATES // BK))
+    traits = TemperedTraits(
+        Q=tensors["q"].stride(0), LOW=tensors["low"].stride(0), GATE_STRIDE=tensors["gate"].stride(0), K=K, V=V, R=R,
+        BK=BK, BR=power_of_two(R), BV=BV, GATE=call.activation, OVERLAP=overlap,
+    )  # fmt: skip
+    with torch.cuda.device_of(call.q):
+        options = Options(limit_warps(_WARPS, BK * BV), overlap=overlap)
+        run = launcher(tempered_step_kernel, tensors, {"traits": traits}, options)
+        run(B * cdiv(V, BV), {"scale": call.scale})
+    finish(call, tensors, ("states",))
+    return o
+
+
+def _fake(*arguments: Any) -> Tensor:
+    call = TemperedCall(*arguments)
+    return call.q.new_empty(call.states.shape[0], call.states.shape[3])
+
+
+_step_op = operator(
+    f"triton_tempered_step_({schema(TemperedCall, 'states')}) -> Tensor",
+    _step,
+    compiled_ahead(_step, _fake),
+    any_layout=True,
+)

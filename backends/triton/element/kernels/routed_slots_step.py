@@ -1,0 +1,135 @@
+"""One token of attention to M memory slots with a router, from the products of the input up to the output parts.
+
+    q, k = norm(silu(q)), norm(silu(k)),    v = silu(v)
+    r: a share for the `ACTIVE` slots with the largest scores x, and 0 for the others; of equal scores the first slots
+       are active. sigmoid: sigmoid(x) / (sum of those of active slots + 1e-9); softmax: softmax(x)
+    log a = -r exp(A_log) softplus(decay + dt_bias),    w = 1 - a
+    K <- Diag(a) K + w k^T,    V <- Diag(a) V + w v^T,    o = V^T softmax(scale K q)
+
+B rows, H heads, G key-value heads, M slots, K key width, V value width
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from deltazoo.backends.triton.decode.kernels.step_parts import softplus
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.element.kernels.channels import load_channels
+from deltazoo.backends.triton.element.kernels.rg_lru_step import one_minus_exp
+
+ROUTER_EPS: tl.constexpr = tl.constexpr(1e-9)
+
+
+class SlotTraits(NamedTuple):
+    """Compile-time parameters.
+
+    Args:
+        H, G, M, K, V: sizes. BM, BK, BV: M, K and V as powers of two. STRIDE: elements from row to row of the products.
+        ACTIVE: slots that a token writes to. SOFTMAX: whether r is a softmax. EPS: of the norms.
+        OVERLAP: see device/overlap.py.
+    """
+
+    H: int
+    G: int
+    M: int
+    K: int
+    V: int
+    BM: int
+    BK: int
+    BV: int
+    STRIDE: int
+    ACTIVE: int
+    SOFTMAX: bool
+    SCALE: float
+    EPS: float
+    OVERLAP: bool
+
+
+@triton.jit
+def load_silu(x, c, mask):
+    """Load channels and apply SiLU."""
+    y = load_channels(x, c, mask)
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def load_normed(x, weight, c, traits: tl.constexpr):
+    """Load the channels of a key or query, and apply SiLU and its norm."""
+    y = load_silu(x, c, c < traits.K)
+    return y * tl.rsqrt(tl.sum(y * y, 0) / traits.K + traits.EPS) * load_channels(weight, c, c < traits.K)
+
+
+@triton.jit
+def prefetch_state(state, size: tl.constexpr, padded: tl.constexpr):
+    """Request the lines of a state of `size` numbers in float32. Args: padded: a power of two, at least size."""
+    line = tl.arange(0, max(1, padded // 32)) * 32
+    prefetch_line(state + tl.minimum(line, size - 1))
+
+
+@triton.jit
+def route(scores, m, traits: tl.constexpr):
+    """Return r, and whether the token writes to each slot, from the scores of the router: [BM]."""
+    scores = tl.where(m < traits.M, scores, float("-inf"))
+    mine, other = scores[:, None], scores[None, :]
+    is_before = (other > mine) | ((other == mine) & (m[None, :] < m[:, None]))
+    is_active = (tl.sum(is_before.to(tl.int32), 1) < traits.ACTIVE) & (m < traits.M)
+    if traits.SOFTMAX:
+        share = tl.exp(scores - tl.max(scores, 0))
+        share /= tl.sum(share, 0)
+    else:
+        share = tl.where(is_active, tl.sigmoid(scores), 0.0)
+        share /= tl.sum(share, 0) + ROUTER_EPS
+    return tl.where(is_active, share, 0.0), is_active
+
+
+@triton.jit
+def routed_slots_step_kernel(
+    q, k, v, decay, scores, q_weight, k_weight, A_log, dt_bias, keys, values, o, traits: tl.constexpr
+):  # fmt: skip
+    """Decode the token of a head.
+
+    Grid: row, head. Reads q [B, H K], k [B, G K], v [B, G V], decay [B, G] and scores [B, G M] with a row stride;
+    q_weight, k_weight [K]; A_log, dt_bias [G]. Updates keys [B, H, M, K] and values [B, H, M, V] float32 in place;
+    only active slots are written. Writes o [B, H V].
+    """
+    H: tl.constexpr = traits.H
+    M: tl.constexpr = traits.M
+    K: tl.constexpr = traits.K
+    V: tl.constexpr = traits.V
+    row = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    g = h // (H // traits.G)
+    m = tl.arange(0, traits.BM)
+    c = tl.arange(0, traits.BK)
+    e = tl.arange(0, traits.BV)
+    keys += (row * H + h) * (M * K)
+    values += (row * H + h) * (M * V)
+    if traits.OVERLAP:
+        start_next()
+        prefetch_state(keys, M * K, traits.BM * traits.BK)
+        prefetch_state(values, M * V, traits.BM * traits.BV)
+        wait_for_previous()
+    at_keys = keys + m[:, None] * K + c[None, :]
+    at_values = values + m[:, None] * V + e[None, :]
+    in_keys = (m < M)[:, None] & (c < K)[None, :]
+    in_values = (m < M)[:, None] & (e < V)[None, :]
+    products = row * traits.STRIDE
+    query = load_normed(q + products + h * K, q_weight, c, traits)
+    key = load_normed(k + products + g * K, k_weight, c, traits)
+    value = load_silu(v + products + g * V, e, e < V)
+    biased = tl.load(decay + products + g).to(tl.float32) + tl.load(dt_bias + g).to(tl.float32)
+    log_decay = -tl.exp(tl.load(A_log + g).to(tl.float32)) * softplus(biased)
+    r, is_active = route(load_channels(scores + products + g * M, m, m < M), m, traits)
+    log_a = r * log_decay
+    a = tl.exp(log_a)[:, None]
+    w = one_minus_exp(log_a)[:, None]
+    K_state = a * tl.load(at_keys, mask=in_keys, other=0.0) + w * key[None, :]
+    tl.store(at_keys, K_state, mask=in_keys & is_active[:, None])
+    logits = tl.where(m < M, traits.SCALE * tl.sum(K_state * query[None, :], 1), float("-inf"))
+    weights = tl.exp(logits - tl.max(logits, 0))
+    V_state = a * tl.load(at_values, mask=in_values, other=0.0) + w * value[None, :]
+    tl.store(at_values, V_state, mask=in_values & is_active[:, None])
+    out = tl.sum((weights / tl.sum(weights, 0))[:, None] * V_state, 0)
+    tl.store(o + row * (H * V) + h * V + e, out.to(o.dtype.element_ty), mask=e < V)

@@ -1,0 +1,128 @@
+"""A token of gated RFA or mLSTM by one kernel against float64: in Triton's interpreter, or on a GPU."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_cases import DEVICE, needs_triton
+
+from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_
+
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
+
+
+class Sizes(NamedTuple):
+    """B rows, H key heads, HV value heads, K channels, V columns, R random directions."""
+
+    B: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    R: int = 0
+
+
+CASES = {
+    "fourier": Sizes(2, 2, 4, 6, 5, 3),
+    "fourier, two products": Sizes(1, 1, 1, 70, 40, 130),
+    "exponential": Sizes(3, 1, 2, 12, 20),
+    "exponential, three tiles": Sizes(1, 1, 1, 512, 70),
+}
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def case(name: str, dtype: torch.dtype) -> NormalisedCall:
+    B, H, HV, K, V, R = CASES[name]
+    kind = name.split(",")[0]
+    gates = HV if kind == "fourier" else 2 * HV
+    products = 2 * draw(B, 2 * H * K + 2 * HV * V + gates + 1, seed=0).to(dtype)  # the rows of each operand are apart
+    qkv, raw, gate = products[:, :-1].split([2 * H * K + HV * V, gates, HV * V], 1)
+    rows = 2 * R or K
+    states = draw(B, HV, rows, V + 1, seed=1)
+    if kind == "fourier":
+        directions, sigma = draw(H, K, R, seed=2), 1 + 0.5 * draw(H, K, seed=3)
+        return NormalisedCall(
+            H, "fourier", "sigmoid", "floor", qkv, states, 1.0, 0.0, 0.5, raw,
+            directions=(5 * directions).to(dtype), sigma=sigma.to(dtype),
+        )  # fmt: skip
+    norm_weight = draw(HV * V, seed=4) if HV > 1 else draw(V, seed=4)
+    return NormalisedCall(
+        H, "identity", "exponential", "one", qkv, states, K**-0.5, 1e-3, 0.0, 8 * raw, draw(2 * HV, seed=5).to(dtype),
+        draw(B, HV, seed=6), None, None, "layer", norm_weight.to(dtype), 1e-3, "sigmoid", gate,
+    )  # fmt: skip
+
+
+def expected(call: NormalisedCall) -> tuple[Tensor, ...]:
+    """Return o, the new state and the new maximum in float64."""
+    given = {name: x.double() if isinstance(x, Tensor) else x for name, x in call._asdict().items()}
+    call = NormalisedCall(**given)
+    B, HV, _, columns = call.states.shape
+    H, V = call.heads, columns - 1
+    K = (call.qkv.shape[1] - HV * V) // (2 * H)
+    q, k, v = call.qkv.split([H * K, H * K, HV * V], 1)
+    q, k, v = q.view(B, H, K), k.view(B, H, K), F.pad(v.view(B, HV, V), (0, 1), value=1.0)
+    if call.directions is not None:
+        R = call.directions.shape[2]
+        q, k = (x * (x.square().sum(2, keepdim=True) + 1e-6).rsqrt() * call.sigma for x in (q, k))
+        q, k = (torch.einsum("bhk,hkr->bhr", x, call.directions) for x in (q, k))
+        q, k = (torch.cat([x.sin(), x.cos()], 2) * R**-0.5 for x in (q, k))
+    q, k = (x.repeat_interleave(HV // H, 1) for x in (q, k))
+    decay, write, m = torch.ones(B, HV), torch.ones(B, HV), torch.zeros(B, HV)
+    if call.gates == "sigmoid":
+        decay, write = call.raw.sigmoid(), 1 - call.raw.sigmoid()
+    if call.gates == "exponential":
+        i, f = (15 * ((call.raw + call.bias) / 15).tanh()).split(HV, 1)
+        m = torch.maximum(call.largest + F.logsigmoid(f), i)
+        decay, write = (call.largest + F.logsigmoid(f) - m).exp(), (i - m).exp()
+    decay, write = (x[..., None].to(q) for x in (decay, write))
+    states = decay[..., None] * call.states + k[..., None] * (write * v)[:, :, None]
+    o, n = (call.scale * (states * q[..., None]).sum(2)).split([V, 1], 2)
+    if call.divisor == "floor":
+        n = n.abs().clamp(min=call.floor)
+    if call.divisor == "one":
+        n = torch.maximum(n.abs(), (-m)[..., None].exp())
+    o = o / (n + call.eps)
+    if call.norm_weight is not None:
+        o = F.layer_norm(o, (V,), eps=call.norm_eps) * call.norm_weight.view(-1, V)
+    if call.gate is not None:
+        o = o * call.gate.view(B, HV, V).sigmoid()
+    return o.flatten(1), states, m
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("fourier", marks=pytest.mark.kernel_smoke), *sorted({*CASES} - {"fourier"})]
+)
+def test_a_token_equals_its_equations(name, dtype):
+    call = case(name, dtype)
+    *results, m = expected(call)
+    o = normalised_step_(call)
+    for ours, wide in zip((o, call.states), results, strict=True):
+        assert (ours.double() - wide).norm() <= TOLERANCES[dtype] * wide.norm()
+    if call.largest is not None:
+        torch.testing.assert_close(call.largest.double(), m, rtol=1e-6, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("which", [0, 1])
+def test_nan_of_a_gate_reaches_the_output_and_the_state(which):
+    call = case("exponential", torch.float32)
+    call.raw[1, 2 * which] = torch.nan  # the input gate or the forget gate of the first head
+    o = normalised_step_(call)
+    is_nan = call.states.isnan().all(3).all(2)
+    assert is_nan.nonzero().tolist() == [[1, 0]]
+    assert o.view(3, 2, -1).isnan().all(2).equal(is_nan)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fourier", "exponential"])
+def test_the_operator_passes_opcheck(name):
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    call = case(name, torch.float32)
+    torch.library.opcheck(torch.ops.deltazoo.triton_normalised_step_.default, tuple(call), test_utils=tests)
