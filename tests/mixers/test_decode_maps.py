@@ -25,12 +25,20 @@ def products(monkeypatch) -> list[int]:
     counts: list[int] = []
 
     def joined(x, weights, norm=None, second=(), convolution=None, biases=()) -> list[Tensor]:
-        assert norm is None and convolution is None
+        assert norm is None
         counts.append(len(weights))
         results = F.linear(x, torch.cat(list(weights))).split([len(weight) for weight in weights], -1)
         maps = itertools.zip_longest(results, second, biases)
         results = [(y if weight is None else F.linear(y, weight), bias) for y, weight, bias in maps]
-        return [y if bias is None else y + bias for y, bias in results]
+        results = [y if bias is None else y + bias for y, bias in results]
+        return results if convolution is None else [convolved(results[0], convolution), *results[1:]]
+
+    def convolved(y, convolution) -> Tensor:
+        history, weight, bias, silu = convolution
+        window = torch.cat([history, y.reshape(len(history), 1, -1)], 1)
+        history.copy_(window[:, 1:])
+        window = (window * weight.T).sum(1) + (0 if bias is None else bias)
+        return (F.silu(window) if silu else window).reshape(y.shape)
 
     def each(x, weights) -> list[Tensor]:
         counts.append(len(weights))

