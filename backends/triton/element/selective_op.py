@@ -21,6 +21,7 @@ _ROWS, _STATES, _RANKS = 16, 4096, 128  # of a program; ranks of one of its prod
 # 64 rows of 4096 channels on an H200, us with a copy of the gate that this launch no longer makes: Mamba 20.9, 21.5 and
 # 24.1 with 2, 4 and 8 warps, Longhorn 18.8, 20.3 and 23.3.
 _WARPS = 2
+_WARPS_OF_FLOAT32 = 4  # with 2 the products of streams spill registers
 
 
 class SelectiveCall(NamedTuple):
@@ -55,7 +56,8 @@ def _step(*arguments: Any) -> Tensor:
         OVERLAP=overlap,
     )  # fmt: skip
     with torch.cuda.device_of(call.v):
-        run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(_WARPS, overlap=overlap))
+        warps = _WARPS_OF_FLOAT32 if call.v.dtype == torch.float32 else _WARPS
+        run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
         run(cdiv(B, _ROWS) * cdiv(C, channels), {"B": B})
     finish(call, tensors, ("states",))
     return o
