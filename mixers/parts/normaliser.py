@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_, takes_state
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.backends.update.spec import Decay
 from deltazoo.mixers.core.decode_maps import adds_to_product
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
@@ -30,12 +29,10 @@ from deltazoo.mixers.parts.projections import QKVProjection
 class _Step(NamedTuple):
     """What a decode step reads, by the names of `NormalisedCall`.
 
-    maps: of the input, to raw gates and the output gate. decay: of the update.
+    maps: of the input, to raw gates and the output gate.
     """
 
-    feature: str
     gates: str
-    decay: Decay
     maps: Mapping[str, nn.Module] = {}
     bias: Tensor | None = None
     largest: Tensor | None = None
@@ -66,12 +63,8 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         divide = next(part for part in call.parts.values() if isinstance(part, Normalise))
         assert isinstance(project, QKVProjection) and isinstance(update, Update)
         maps = {"qkv": project.to_qkv, **step.maps}
-        _, H, _, K, V, _ = update.shape
-        if (
-            not update.is_decayed_sum(step.decay)
-            or not project.is_one_map()
-            or not takes_state(len(call.x) * H, K, V - 1)
-        ):
+        _, H, HV, K, V, _ = update.shape
+        if not update.is_decayed_sum("head") or not project.is_one_map() or not takes_state(len(call.x) * HV, K, V - 1):
             return None
         linears = [linear for linear in maps.values() if adds_to_product(linear, call.x)]
         if len(linears) < len(maps):
@@ -85,7 +78,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
             divisor, floor = "floor", divide.floor
         o = normalised_step_(
             NormalisedCall(
-                H, step.feature, step.gates, divisor, of["qkv"], call.states["update"], update.spec.scale_of(K),
+                H, step.gates, divisor, of["qkv"], call.states["update"], update.spec.scale_of(K),
                 divide.eps, floor, of.get("raw"), step.bias, step.largest, step.directions, step.sigma, step.norm,
                 step.norm_weight, step.norm_eps, step.activation, of.get("gate"),
             )
@@ -134,7 +127,7 @@ def _fourier_step(call: TokenCall) -> _Step | None:
         return None
     if decay.temperature != 1 or decay.floor is not None or decay.conv is not None or decay.per != "head":
         return None
-    return _Step("fourier", "sigmoid", "head", {"raw": decay.proj}, directions=features.G, sigma=features.sigma)
+    return _Step("sigmoid", {"raw": decay.proj}, directions=features.G, sigma=features.sigma)
 
 
 def _exponential_step(call: TokenCall) -> _Step | None:
@@ -148,6 +141,6 @@ def _exponential_step(call: TokenCall) -> _Step | None:
     if norm.weight is None or norm.bias is not None or norm.groups != gates.heads:
         return None
     return _Step(
-        "identity", "exponential", "head", {"raw": gates.proj, "gate": output_gate.proj}, gates.proj.bias,
+        "exponential", {"raw": gates.proj, "gate": output_gate.proj}, gates.proj.bias,
         call.state_of(gates), None, None, norm.kind, norm.weight, norm.eps, output_gate.activation,
     )  # fmt: skip

@@ -47,12 +47,12 @@ def case(name: str, dtype: torch.dtype) -> NormalisedCall:
     if kind == "fourier":
         directions, sigma = draw(H, K, R, seed=2), 1 + 0.5 * draw(H, K, seed=3)
         return NormalisedCall(
-            H, "fourier", "sigmoid", "floor", qkv, states, 1.0, 0.0, 0.5, raw,
+            H, "sigmoid", "floor", qkv, states, 1.0, 0.0, 0.5, raw,
             directions=(5 * directions).to(dtype), sigma=sigma.to(dtype),
         )  # fmt: skip
     norm_weight = draw(HV * V, seed=4) if HV > 1 else draw(V, seed=4)
     return NormalisedCall(
-        H, "identity", "exponential", "one", qkv, states, K**-0.5, 1e-3, 0.0, 8 * raw, draw(2 * HV, seed=5).to(dtype),
+        H, "exponential", "one", qkv, states, K**-0.5, 1e-3, 0.0, 8 * raw, draw(2 * HV, seed=5).to(dtype),
         draw(B, HV, seed=6), None, None, "layer", norm_weight.to(dtype), 1e-3, "sigmoid", gate,
     )  # fmt: skip
 

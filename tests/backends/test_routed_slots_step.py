@@ -82,4 +82,4 @@ def test_of_equal_scores_the_first_slots_are_active(active):
 def test_the_operator_passes_opcheck():
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     call = case(2, (2, 1), 4, 8, 8, torch.float32)
-    torch.library.opcheck(torch.ops.deltazoo.triton_slot_step_.default, tuple(call), test_utils=tests)
+    torch.library.opcheck(torch.ops.deltazoo.triton_routed_slots_step_.default, tuple(call), test_utils=tests)

@@ -87,5 +87,5 @@ def test_nan_of_a_score_stays_in_its_head():
 def test_the_operator_passes_opcheck():
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(
-        torch.ops.deltazoo.triton_slots_step_.default, tuple(case("small", torch.float32)), test_utils=tests
+        torch.ops.deltazoo.triton_softmax_slots_step_.default, tuple(case("small", torch.float32)), test_utils=tests
     )

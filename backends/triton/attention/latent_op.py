@@ -34,7 +34,7 @@ def _attend(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -
 
     o = _fake(q, latent, ends, width, scale)
     with torch.cuda.device_of(q):
-        partial, lse, traits = attend_parts(ready(q), ready(latent), ready(ends), (width, scale), _MAX_PARTS)
+        partial, lse, traits = attend_parts(ready(q), ready(latent), ready(ends), width, scale, _MAX_PARTS)
         tensors = {"partial": partial, "lse": lse, "o": o}
         combine = launcher(combine_parts_kernel, tensors, {"traits": traits}, Options(4, overlap=traits.OVERLAP))
         combine(lse.shape[0] * lse.shape[1], {})
@@ -42,18 +42,18 @@ def _attend(q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float) -
 
 
 def attend_parts(
-    q: Tensor, latent: Tensor, ends: Tensor, kind: tuple[int, float], most_parts: int
+    q: Tensor, latent: Tensor, ends: Tensor, width: int, scale: float, most_parts: int
 ) -> tuple[Tensor, Tensor, Any]:
     """Attend to parts of the slots.
 
-    Args: contiguous tensors, of the sizes of `latent_attention_kernel`; kind: C, and the factor on the scores.
+    Args: contiguous tensors, of the sizes of `latent_attention_kernel`; width: C; scale: factor on the scores.
 
     Returns: partial and lse, as of the kernel, and its traits.
     """
     from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    (B, H, E), S, (width, scale) = q.shape, latent.shape[1], kind
+    (B, H, E), S = q.shape, latent.shape[1]
     device, groups = device_spec(device_of(q).index), cdiv(H, _ROWS)
     overlap, (BV, BR) = architecture(device) == "sm90", (max(16, power_of_two(x)) for x in (width, E - width))
     row_bytes, tile = (BV + BR) * q.dtype.itemsize, max(16, min(64, _TILE_BYTES // (BV * q.dtype.itemsize)))

@@ -73,7 +73,7 @@ def _attend(*arguments: Any) -> Tensor:
     )  # fmt: skip
     with torch.cuda.device_of(call.q):
         query = _queries(prepared)
-        partial, lse, _ = attend_parts(query, cache, seen, (call.weight.shape[1], call.scale), _MAX_PARTS)
+        partial, lse, _ = attend_parts(query, cache, seen, call.weight.shape[1], call.scale, _MAX_PARTS)
         _output(prepared, partial, lse, o)
     for given, written in ((call.cache, cache), (call.seen, seen)):
         mark_written(given, written)

@@ -32,14 +32,14 @@ class NormalisedCall(NamedTuple):
     """The operator's arguments: tensors as of `normalised_step_kernel`.
 
     Args:
-        heads: H. feature, gates, divisor: as in `NormalisedTraits`. floor: of the divisor "floor".
-        eps: of the division. bias, largest: with the gates "exponential". directions, sigma: of the feature "fourier".
+        heads: H. gates, divisor: as in `NormalisedTraits`. floor: of the divisor "floor".
+        eps: of the division. bias, largest: with the gates "exponential".
+        directions, sigma: of the random features; None: q and k are not mapped.
         norm: of each head's output, "rms" or "layer", with weights [V] or [HV V]; "": none.
         activation: of the output gate; "": none.
     """
 
     heads: int
-    feature: str
     gates: str
     divisor: str
     qkv: Tensor
@@ -82,7 +82,6 @@ def _step(*arguments: Any) -> Tensor:
     H, V = call.heads, columns - 1
     K, R = (call.qkv.shape[1] - HV * V) // (2 * H), 0 if call.directions is None else call.directions.shape[2]
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
-    del tensors["scale"]  # a number
     halves = 2 if R else 1
     BR = power_of_two(cdiv(rows, halves))
     BV = min(power_of_two(V), max(16, _STATES // (halves * BR)))
@@ -93,7 +92,7 @@ def _step(*arguments: Any) -> Tensor:
     traits = NormalisedTraits(
         QKV_STRIDE=qkv_stride, RAW_STRIDE=raw_stride, GATE_STRIDE=gate_stride, H=H, HV=HV, K=K, R=R, V=V,
         HALVES=halves, ROWS=rows // halves, BR=BR, BV=BV, INPUTS=min(power_of_two(K), max(1, _WEIGHTS // BR)),
-        FEATURE=call.feature, GATES=call.gates, DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
+        GATES=call.gates, DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
         NORM_PER_HEAD=call.norm_weight is not None and call.norm_weight.numel() != V, NORM_BIAS=False,
         NORM_EPS=call.norm_eps, GATE=call.activation, GATE_BEFORE_NORM=False, OVERLAP=overlap,
     )  # fmt: skip

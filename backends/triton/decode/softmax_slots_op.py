@@ -69,7 +69,6 @@ def _step(*arguments: Any) -> Tensor:
     B, H, M, V = call.values.shape
     K, BM = call.keys.numel() // (B * H * M), power_of_two(M)
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
-    del tensors["scale"]  # a number
     overlap = architecture(device_spec(device_of(call.qkv).index)) == "sm90"
     traits = SlotsTraits(
         QKV_STRIDE=tensors["qkv"].stride(0), RAW_STRIDE=tensors["raw"].stride(0),
@@ -93,7 +92,7 @@ def _fake(*arguments: Any) -> Tensor:
 
 
 _step_op = operator(
-    f"triton_slots_step_({schema(SoftmaxSlotsCall, *_IN_PLACE)}) -> Tensor",
+    f"triton_softmax_slots_step_({schema(SoftmaxSlotsCall, *_IN_PLACE)}) -> Tensor",
     _step,
     compiled_ahead(_step, _fake),
     any_layout=True,

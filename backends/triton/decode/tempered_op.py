@@ -53,7 +53,6 @@ def _step(*arguments: Any) -> Tensor:
     B, _, K, V = call.states.shape
     R, BK = call.weight.shape[1], power_of_two(K)
     tensors = step_tensors(call, _OF_TOKEN, ("states",)) | {"o": o}
-    del tensors["scale"]  # a number
     overlap = architecture(device_spec(device_of(call.q).index)) == "sm90"
     BV = min(_COLUMNS, power_of_two(V), max(16, _STATES // BK))
     traits = TemperedTraits(

@@ -33,3 +33,10 @@ def prefetch_line(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
+
+
+@triton.jit
+def prefetch_state(states, SIZE: tl.constexpr, MOST: tl.constexpr, LINES: tl.constexpr):
+    """Request the first MOST numbers of a contiguous state of SIZE float32 numbers, LINES cache lines at a time."""
+    for start in tl.static_range(0, min(SIZE, MOST), 32 * LINES):  # 32 numbers fill a cache line
+        prefetch_line(states + tl.minimum(start + tl.arange(0, LINES) * 32, SIZE - 1))

@@ -86,7 +86,7 @@ def _fake(*arguments: Any) -> Tensor:
 
 
 _step_op = operator(
-    f"triton_slot_step_({schema(RoutedSlotsCall, *_IN_PLACE)}) -> Tensor",
+    f"triton_routed_slots_step_({schema(RoutedSlotsCall, *_IN_PLACE)}) -> Tensor",
     _step,
     compiled_ahead(_step, _fake),
     any_layout=True,

@@ -11,14 +11,16 @@ from deltazoo.backends.triton.operands import ready
 
 
 def step_tensors(call: Any, rows_apart: Sequence[str], in_place: Sequence[str]) -> dict[str, Any]:
-    """Return the tensors of a NamedTuple by name.
+    """Return the tensors of a NamedTuple by name, None where one is missing; its numbers and names are left out.
 
     Args: rows_apart: tensors whose rows may be apart. in_place: tensors that the kernel updates; `finish` follows it.
     """
     tensors: dict[str, Any] = {}
     for name, x in call._asdict().items():
-        if x is None or not isinstance(x, Tensor):
+        if x is None:
             tensors[name] = None
+        elif not isinstance(x, Tensor):
+            continue
         elif name in rows_apart:
             tensors[name] = x if x.stride(1) == 1 else x.contiguous()
         else:

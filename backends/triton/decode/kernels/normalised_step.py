@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import load_head, norm_and_gate, softplus
-from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
 from deltazoo.backends.triton.element.kernels.complex_step import cos_and_sin
 
 CAP: tl.constexpr = tl.constexpr(15.0)
@@ -33,7 +33,7 @@ class NormalisedTraits(NamedTuple):
         H, HV, K, R, V: sizes; R is 0 without random features. HALVES: of the rows of the state: 2 with them.
         ROWS: of a half. BR: ROWS, and BV: columns that are processed at a time, as powers of 2.
         INPUTS: channels of q and k of a product with the directions, a power of 2.
-        FEATURE: "identity" or "fourier". GATES: "sigmoid" or "exponential".
+        GATES: "sigmoid" or "exponential".
         DIVISOR: "sum": n + eps; "floor": with FLOOR; "one": with the floor of the exponential gates.
         NORM to GATE_BEFORE_NORM: as in `StepTraits`. OVERLAP: see device/overlap.py.
     """
@@ -51,7 +51,6 @@ class NormalisedTraits(NamedTuple):
     BR: int
     BV: int
     INPUTS: int
-    FEATURE: str
     GATES: str
     DIVISOR: str
     FLOOR: float
@@ -140,7 +139,6 @@ def normalised_step_kernel(
     ROWS: tl.constexpr = traits.ROWS
     HALVES: tl.constexpr = traits.HALVES
     GATE: tl.constexpr = traits.GATE  # Triton 3.6 cannot pass a str field of a constexpr tuple to a function
-    FEATURE: tl.constexpr = traits.FEATURE
     COLUMNS: tl.constexpr = V + 1
     SIZE: tl.constexpr = HALVES * ROWS * COLUMNS
     TILES: tl.constexpr = (V + BV - 1) // BV
@@ -152,8 +150,7 @@ def normalised_step_kernel(
     states += head.to(tl.int64) * SIZE
     if traits.OVERLAP:
         start_next()
-        for line in tl.static_range(0, min(SIZE, 32768), 8192):  # 32 numbers fill a cache line
-            prefetch_line(states + tl.minimum(line + tl.arange(0, 256) * 32, SIZE - 1))
+        prefetch_state(states, SIZE, 32768, 256)
         wait_for_previous()
     r = tl.arange(0, traits.BR)
     in_r = r < ROWS
@@ -166,7 +163,7 @@ def normalised_step_kernel(
         columns = columns + (tl.load(states + (half * ROWS + r) * COLUMNS + V, mask=in_r, other=0.0),)
 
     qkv += row * traits.QKV_STRIDE
-    if FEATURE == "fourier":
+    if traits.R > 0:
         queries, keys = fourier_features(
             qkv + h * K, qkv + (H + h) * K, directions + h * (K * traits.R), sigma + h * K, traits
         )

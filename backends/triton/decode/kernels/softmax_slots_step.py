@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import load_head, norm_and_gate
-from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
 from deltazoo.backends.triton.element.kernels.complex_step import cos_and_sin
 
 TURN: tl.constexpr = tl.constexpr(2 * math.pi)
@@ -61,13 +61,6 @@ def rotated(x, i, mask, cos, sin, K: tl.constexpr):
 
 
 @triton.jit
-def prefetch_state(states, SIZE: tl.constexpr, MOST: tl.constexpr):
-    """Request the first MOST numbers of a contiguous state of SIZE float32 numbers."""
-    for line in tl.static_range(0, min(SIZE, MOST), 4096):  # 32 numbers fill a cache line
-        prefetch_line(states + tl.minimum(line + tl.arange(0, 128) * 32, SIZE - 1))
-
-
-@triton.jit
 def softmax_slots_step_kernel(
     qkv, raw, position, norm_weight, gate, z, keys, values, o, scale, traits: tl.constexpr,
 ):  # fmt: skip
@@ -92,8 +85,8 @@ def softmax_slots_step_kernel(
     values += head.to(tl.int64) * (M * V)
     if traits.OVERLAP:
         start_next()
-        prefetch_state(keys, M * K, 16384)
-        prefetch_state(values, M * V, 16384)
+        prefetch_state(keys, M * K, 16384, 128)
+        prefetch_state(values, M * V, 16384, 128)
         wait_for_previous()
     m = tl.arange(0, traits.BM)
     in_m = m < M

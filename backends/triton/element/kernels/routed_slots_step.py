@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import softplus
-from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
 from deltazoo.backends.triton.element.kernels.channels import load_channels
 from deltazoo.backends.triton.element.kernels.rg_lru_step import one_minus_exp
 
@@ -62,13 +62,6 @@ def load_normed(x, weight, c, traits: tl.constexpr):
 
 
 @triton.jit
-def prefetch_state(state, size: tl.constexpr, padded: tl.constexpr):
-    """Request the lines of a state of `size` numbers in float32. Args: padded: a power of two, at least size."""
-    line = tl.arange(0, max(1, padded // 32)) * 32
-    prefetch_line(state + tl.minimum(line, size - 1))
-
-
-@triton.jit
 def route(scores, m, traits: tl.constexpr):
     """Return r, and whether the token writes to each slot, from the scores of the router: [BM]."""
     scores = tl.where(m < traits.M, scores, float("-inf"))
@@ -108,8 +101,8 @@ def routed_slots_step_kernel(
     values += (row * H + h) * (M * V)
     if traits.OVERLAP:
         start_next()
-        prefetch_state(keys, M * K, traits.BM * traits.BK)
-        prefetch_state(values, M * V, traits.BM * traits.BV)
+        prefetch_state(keys, M * K, M * K, max(1, traits.BM * traits.BK // 32))
+        prefetch_state(values, M * V, M * V, max(1, traits.BM * traits.BV // 32))
         wait_for_previous()
     at_keys = keys + m[:, None] * K + c[None, :]
     at_values = values + m[:, None] * V + e[None, :]
