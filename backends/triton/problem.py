@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, is_simulated
-from deltazoo.backends.triton.runtime.precompile import tracing
+from deltazoo.backends.triton.runtime.precompile import device_of, tracing
 
 Decay = Literal["none", "fixed", "head", "channel"]
 Transition = Literal["additive", "delta", "dplr"]
@@ -149,6 +149,11 @@ def existing_gradients(log_decay: bool, b: bool, w: bool, erase_key: bool, v_key
 def architecture(device: DeviceSpec) -> str:
     """Return the name of a device's architecture, such as "sm90"; without CUDA that of the platform."""
     return "sm{}{}".format(*device.capability) if device.platform == "cuda" else device.platform
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether a kernel on the device of x may start before the preceding one has ended: see device/overlap.py."""
+    return architecture(device_spec(device_of(x).index)) == "sm90"
 
 
 def device_spec_of(x: Tensor) -> DeviceSpec:

@@ -13,9 +13,9 @@ from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.torch_ext.devices import tf32_allowed
 from deltazoo.backends.triton.attention.latent_op import attend_parts
 from deltazoo.backends.triton.operands import ready
-from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.early import loads_early
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -89,7 +89,7 @@ def _queries(call: LatentTokenCall) -> Tensor:
     K, V, C, R = _sizes(call)
     BK, BC, BR = max(16, power_of_two(K)), max(16, power_of_two(C)), power_of_two(max(2, R))
     rows, columns = max(16, min(_QUERY_ROWS, power_of_two(B))), min(BC, _COLUMN_BYTES // call.q.dtype.itemsize)
-    overlap = architecture(device_spec(device_of(call.q).index)) == "sm90"
+    overlap = overlaps(call.q)
     factor, constant, per_pair, per_frequency, amplitude = call.scaled or [1.0, 0.0, 0.0, 0.0, 1.0]
     traits = LatentTokenTraits(
         H=H, K=K, V=V, C=C, R=R, BK=BK, BC=BC, BR=BR, ROWS=rows, COLUMNS=columns,
@@ -116,7 +116,7 @@ def _output(call: LatentTokenCall, partial: Tensor, lse: Tensor, o: Tensor) -> N
     BC, size = max(16, power_of_two(C)), call.weight.element_size()
     rows = min(_OUTPUT_ROWS, power_of_two(B), max(1, _OUTPUT_PARTS // parts))
     columns = min(64, max(16, _WEIGHT_BYTES // (BC * size)), max(16, power_of_two(V)))
-    overlap = architecture(device_spec(device_of(call.q).index)) == "sm90"
+    overlap = overlaps(call.q)
     traits = LatentOutputTraits(
         H=H, K=K, V=V, C=C, BLOCK=min(BC, _OUTPUT_BLOCK // size), PARTS=parts, ROWS=rows,
         AT_ONCE=min(parts, _OUTPUT_PARTS // rows), COLUMNS=columns,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import tf32_allowed
 from deltazoo.backends.triton.operands import with_token_stride
-from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.problem import device_spec, overlaps
 from deltazoo.backends.triton.runtime.precompile import device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -180,7 +180,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, o: Tensor, scale: floa
 
     (B, H, E), (S, G, V) = q.shape, v.shape[1:]
     BE, BV = (max(16, power_of_two(width)) for width in (E, V))
-    overlap = architecture(device_spec(device_of(q).index)) == "sm90"
+    overlap = overlaps(q)
     tile, parts = parts_of(B * G, S, max(BE, BV) * q.dtype.itemsize, device_spec(device_of(q).index).processors)
     rows = max(16, power_of_two(H // G))
     precision = "tf32" if tf32_allowed() else "tf32x3"

@@ -11,9 +11,9 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.early import loads_early
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -64,7 +64,7 @@ def _step(*arguments: Any) -> Tensor:
     call, filter = ImplicitFilterCall(*arguments), _fake(*arguments)
     (B, S, D), (F, inputs) = call.history.shape, call.first_weight.shape
     tensors = step_tensors(call._replace(history=None), (), ("seen",)) | {"filter": filter}  # type: ignore[arg-type]
-    overlap = architecture(device_spec(device_of(call.seen).index)) == "sm90"
+    overlap = overlaps(call.seen)
     bands, width = inputs // 2, max(16, power_of_two(F))
     warps = max(4, width // 16)
     columns = _COLUMNS * warps

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.operands import ready, schema
-from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.early import loads_early
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -51,7 +51,7 @@ def _ddlerp(*arguments: Any) -> Tensor:
     span = cdiv(cdiv(D, _SPLITS), block) * block
     splits, ranks = cdiv(D, span), max(_LEAST, power_of_two(R))
     channels = max(_LEAST, min(_CHANNELS, _WEIGHTS // ranks, power_of_two(D)))
-    overlap = architecture(device_spec(device_of(call.x).index)) == "sm90"
+    overlap = overlaps(call.x)
     traits = DDLerpTraits(
         D=D, P=P, R=R, BR=ranks, COLUMNS=max(_LEAST, power_of_two(B)), OUTPUTS=_OUTPUTS, SPAN=span, BLOCK=block,
         SPLITS=splits, ROWS=_ROWS, CHANNELS=channels, OVERLAP=overlap,

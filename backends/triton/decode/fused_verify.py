@@ -14,8 +14,8 @@ from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.decode import fused
 from deltazoo.backends.triton.decode.fused import INPUTS, OPTIONS, StepOptions, StepTiling, step_traits
 from deltazoo.backends.triton.decode.operands import StepKind, StepOperands, resolve_decode
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.update.base import Draft, UpdateInputs
 
@@ -73,7 +73,7 @@ def _impl(*arguments: Any) -> list[Tensor]:
     others = {name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and name not in by_token}
     x = FusedDecodeInputs(**by_token, **others)
     result = _empty(inputs, states, n, options)
-    overlap = architecture(device_spec(device_of(x.qkv).index)) == "sm90"
+    overlap = overlaps(x.qkv)
     traits = step_traits(x, (options.heads, HV, K, V), options, StepTiling(0, 1, overlap), False)
     outputs = {f"{name}_out": result.get(name) for name in ("log_decay", "erase", "write")}
     tensors = result | x._asdict() | outputs | {"x": x.qkv}

@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
@@ -85,7 +85,7 @@ def _step(*arguments: Any) -> Tensor:
     halves = 2 if R else 1
     BR = power_of_two(cdiv(rows, halves))
     BV = min(power_of_two(V), max(16, _STATES // (halves * BR)))
-    overlap = architecture(device_spec(device_of(call.qkv).index)) == "sm90"
+    overlap = overlaps(call.qkv)
     qkv_stride, raw_stride, gate_stride = (
         0 if tensors[name] is None else tensors[name].stride(0) for name in _OF_TOKEN
     )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import mark_written, operator
 from deltazoo.backends.triton.operands import flatten, ready, schema, unflatten
-from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.early import loads_early
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
@@ -110,7 +110,7 @@ def _launch(call: RWKVCall, tensors: dict[str, Tensor | None], o: Tensor) -> Non
     version = 6 if call.weights.rate is None else 7
     ranks = {name: getattr(call.weights, name) for name in ("decay", "rate", "gate", "value")}
     BK, BV = power_of_two(K), power_of_two(V)
-    overlap = architecture(device_spec(device_of(call.x).index)) == "sm90"
+    overlap = overlaps(call.x)
     head_bytes = sum(
         weight.element_size() * width * power_of_two(weight.shape[1])
         for weight, width in zip(ranks.values(), (K, K, V, V), strict=True)

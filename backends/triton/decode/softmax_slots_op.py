@@ -12,8 +12,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 
@@ -69,7 +69,7 @@ def _step(*arguments: Any) -> Tensor:
     B, H, M, V = call.values.shape
     K, BM = call.keys.numel() // (B * H * M), power_of_two(M)
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
-    overlap = architecture(device_spec(device_of(call.qkv).index)) == "sm90"
+    overlap = overlaps(call.qkv)
     traits = SlotsTraits(
         QKV_STRIDE=tensors["qkv"].stride(0), RAW_STRIDE=tensors["raw"].stride(0),
         GATE_STRIDE=tensors["gate"].stride(0), H=H, M=M, K=K, V=V, BM=BM, BK=power_of_two(K), BV=_tile(BM, V),

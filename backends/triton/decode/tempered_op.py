@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
@@ -53,7 +53,7 @@ def _step(*arguments: Any) -> Tensor:
     B, _, K, V = call.states.shape
     R, BK = call.weight.shape[1], power_of_two(K)
     tensors = step_tensors(call, _OF_TOKEN, ("states",)) | {"o": o}
-    overlap = architecture(device_spec(device_of(call.q).index)) == "sm90"
+    overlap = overlaps(call.q)
     BV = min(_COLUMNS, power_of_two(V), max(16, _STATES // BK))
     traits = TemperedTraits(
         Q=tensors["q"].stride(0), LOW=tensors["low"].stride(0), GATE_STRIDE=tensors["gate"].stride(0), K=K, V=V, R=R,

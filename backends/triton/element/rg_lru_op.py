@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -51,7 +51,7 @@ def _step(*arguments: Any) -> Tensor:
     (B, C), W = call.u.shape, call.weight.shape[-1]
     tensors = step_tensors(call, ("u", "gate"), ("states",)) | {"o": o}
     rows_equally_apart(tensors, ("u", "gate"))
-    overlap = architecture(device_spec(device_of(call.u).index)) == "sm90"
+    overlap = overlaps(call.u)
     most = (_CHANNELS, _INPUTS.get(call.u.dtype, 128))
     channels, inputs = (max(16, min(size, power_of_two(W))) for size in most)
     traits = RGLRUTraits(C, W, _ROWS, channels, inputs, tensors["u"].stride(0), overlap)

@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 
@@ -61,7 +61,7 @@ def _step(*arguments: Any) -> tuple[Tensor, Tensor]:
     (B, C), (_, D) = call.states.shape[:2], direct.shape
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o, "direct": direct}
     rows_equally_apart(tensors, _OF_TOKEN)
-    overlap = architecture(device_spec(device_of(call.values).index)) == "sm90"
+    overlap = overlaps(call.values)
     traits = RotatingTraits(
         KIND=call.kind, C=C, BC=power_of_two(C), D=D, BD=power_of_two(max(1, D)), STRIDE=tensors["values"].stride(0),
         FLOOR=call.magnitude is not None, EPS=call.eps,

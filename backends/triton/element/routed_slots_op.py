@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 
@@ -66,7 +66,7 @@ def _step(*arguments: Any) -> Tensor:
     (B, H, M, V), K, G = call.values.shape, call.q_weight.shape[0], call.A_log.shape[0]
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
     rows_equally_apart(tensors, _OF_TOKEN)
-    overlap = architecture(device_spec(device_of(call.q).index)) == "sm90"
+    overlap = overlaps(call.q)
     sizes = {"BM": power_of_two(M), "BK": power_of_two(K), "BV": power_of_two(V)}
     traits = SlotTraits(
         H=H, G=G, M=M, K=K, V=V, **sizes, STRIDE=tensors["q"].stride(0), ACTIVE=call.active, SOFTMAX=call.softmax,

@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -48,7 +48,7 @@ def _step(*arguments: Any) -> Tensor:
     (B, C), R = call.v.shape, call.to_step.shape[1]
     N = (call.streams.shape[1] - R) // 2
     tensors = step_tensors(call, ("streams", "gate"), ("states",)) | {"o": o}
-    overlap = architecture(device_spec(device_of(call.v).index)) == "sm90"
+    overlap = overlaps(call.v)
     channels = max(16, _STATES // (_ROWS * power_of_two(N)))
     traits = SelectiveTraits(
         C=C, N=N, R=R, BN=power_of_two(N), BR=max(16, min(_RANKS, power_of_two(R))), ROWS=_ROWS, CHANNELS=channels,

@@ -11,8 +11,8 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import architecture, device_spec
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.problem import overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
@@ -51,7 +51,7 @@ def _step(*arguments: Any) -> Tensor:
     rows_equally_apart(tensors, _OF_TOKEN)
     block = min(_CHANNELS, power_of_two(C))
     blocks = cdiv(C, block)
-    overlap = architecture(device_spec(device_of(call.k).index)) == "sm90"
+    overlap = overlaps(call.k)
     traits = WKVTraits(C, D, block, power_of_two(cdiv(D, blocks)), tensors["k"].stride(0), overlap)
     with torch.cuda.device_of(call.k):
         options = Options(limit_warps(_WARPS, block), overlap=overlap)

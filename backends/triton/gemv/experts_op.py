@@ -11,9 +11,9 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.gemv.op import Around, GemvLaunch, launch_gemv
 from deltazoo.backends.triton.operands import ready
-from deltazoo.backends.triton.problem import architecture, device_spec
+from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.early import loads_early
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
@@ -68,7 +68,7 @@ def _launch(call: ExpertCall, y: Tensor) -> None:
 
     x, (B, D), (E, _, F) = call.x.contiguous(), call.x.shape, call.out.shape
     S = 0 if call.shared_out is None else call.shared_out.shape[1]
-    overlap = architecture(device_spec(device_of(x).index)) == "sm90"
+    overlap = overlaps(x)
     routes = [call.router, *([] if call.shared_gate is None else [call.shared_gate])]
     logits = x.new_empty(B, E + len(routes) - 1, dtype=torch.float32)
     launch_gemv(x, routes, Around(call.norm_weight, call.eps), logits, GemvLaunch(rows=_ROUTES))
