@@ -170,7 +170,6 @@ def test_the_kernels_compile_for_hopper_without_spills(monkeypatch: pytest.Monke
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     monkeypatch.setattr("deltazoo.backends.triton.decode.launch.launcher", compiler)
     monkeypatch.setattr(fused_verify, "overlaps", lambda _: True)
-    monkeypatch.setattr(fused_verify, "device_spec", lambda _: None)
     monkeypatch.setattr(fused_verify, "resolve_decode", lambda *_: Launch(tile=32, warps=2))
     step = make_fused_step(UpdateSpec(decay="head", beta="head"), H=9, HV=9, K=200, V=400, **STEP_FIELDS)
     inputs, states, _ = draw_step(step, (), 4, torch.bfloat16, "cpu")
