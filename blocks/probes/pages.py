@@ -75,6 +75,7 @@ def page(name: str, runs: Sequence[Run]) -> str:
         f"{claim.sentence} Source: {claim.source}.",
         *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
         *dict.fromkeys(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
+        *([f"The runs differ from the source's: {claim.difference}"] if claim.difference else []),
     ]
     sections = [_Section("", "", run_table(used))]
     if claim.published:

@@ -94,8 +94,11 @@ class Run(BaseModel):
 
 
 def has_settings(run: Run, task: Task) -> bool:
-    """Whether a run was made with these settings. A field that is newer than the run had its default."""
-    return type(task).model_validate(run.settings) == task
+    """Whether a run was made with these settings. A field that is newer than the run had its default.
+
+    The list of rates is not compared: a run depends on its own rate alone, so a task may get another.
+    """
+    return type(task).model_validate({**run.settings, "rates": task.rates}) == task
 
 
 class Cell(NamedTuple):

@@ -225,6 +225,12 @@ def test_a_file_with_other_settings_is_refused(tmp_path):
         probe([(["deltanet"], [TINY])], tmp_path, config)
 
 
+def test_a_task_with_another_rate_continues_its_file():
+    older = task("parity").model_copy(update={"rates": (1e-3,)})
+    run = records.packaged()[0].model_copy(update={"settings": older.model_dump(mode="json")})
+    assert records.has_settings(run, task("parity"))
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Runs with set scores: two mixers on parity, the first with three seeds at its best rate."""
