@@ -39,7 +39,7 @@ class GatedDeltaNet2(DeltaRuleConfig):
         shared = self.gates_per == "key" and shape.heads < shape.value_heads
         gated = shape._replace(value_heads=shape.heads) if shared else shape
         operands: dict[str, OperandPart] = {
-            "beta": ChannelBeta(shape, self.spec(), gated.value_heads),
+            "beta": ChannelBeta(shape, gated.value_heads),
             "decay": SoftplusDecay(gated, "channel", shape.value_width, rates=(1, 16)),
         }
         if shared:

@@ -39,5 +39,5 @@ class LogLinearGDN(LogLinearConfig):
 
     def parts(self, shape: HeadShape) -> Parts:
         projection = QKVProjection(shape, self.conv_width, silu="qkv", unit="qk")
-        operands = {"beta": Beta(shape, self.level_spec()), "decay": SoftplusDecay(shape)}
+        operands = {"beta": Beta(shape), "decay": SoftplusDecay(shape)}
         return Parts(projection, operands, {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)})

@@ -34,6 +34,6 @@ class Longhorn(HeadConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, self.conv_width, silu="v")
-        operands = {"beta": Beta(shape, self.spec())}
+        operands = {"beta": Beta(shape)}
         outputs = {"norm": HeadNorm(shape, self.norm_eps), "gate": OutputGate(shape)}
         return Parts(projection, operands, outputs)

@@ -40,7 +40,7 @@ class Mesa(HeadConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, self.conv_width, silu="qk", unit="qk", conv_of="qk")
         operands: dict[str, OperandPart] = {
-            "beta": Beta(shape, self.spec(), bias=True),
+            "beta": Beta(shape, bias=True),
             "decay": SigmoidDecay(shape, "head", None, 1.0),
             "solve": ConjugateGradientSolve(shape, self.steps, self.bound),
         }

@@ -57,7 +57,7 @@ class PreconditionedDeltaNet(PreconditionedConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape)
-        operands: dict[str, OperandPart] = {"beta": Beta(shape, self.spec()), "decay": SoftplusDecay(shape)}
+        operands: dict[str, OperandPart] = {"beta": Beta(shape), "decay": SoftplusDecay(shape)}
         operands["preconditioner"] = Preconditioner(shape, self.bound, rates=(0.01, 16))
         outputs: dict[str, OutputPart] = {"norm": HeadNorm(shape, self.norm_eps)}
         return Parts(projection, operands, outputs | {"gate": OutputGate(shape)} if self.gate else outputs)
@@ -87,7 +87,7 @@ class PreconditionedKDA(PreconditionedConfig):
         projection, rank = self.qkv_projection(shape), shape.value_width
         shared = self.beta_per == "key" and shape.heads < shape.value_heads
         beta_shape = shape._replace(value_heads=shape.heads) if shared else shape
-        operands: dict[str, OperandPart] = {"beta": Beta(beta_shape, self.preconditioned_spec("channel"))}
+        operands: dict[str, OperandPart] = {"beta": Beta(beta_shape)}
         operands["decay"] = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
         operands["preconditioner"] = Preconditioner(shape, self.bound, (1, 16), self.preconditioner_per)
         if shared:

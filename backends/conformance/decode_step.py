@@ -59,7 +59,7 @@ def make_fused_step(
 _FORMS: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     ({"taps": 4, "norm": "rms", "eps": 1e-5, "gate": "silu"}, ()),
     ({"taps": 2, "norm": "layer", "eps": 0.1, "gate": "sigmoid", "decay_bound": -5.0}, OPTIONS),
-    ({"taps": 0, "gate": "gelu", "beta_max": 0.5, "silu": "qk", "temperature": 4.0}, ("skip",)),
+    ({"taps": 0, "gate": "gelu", "silu": "qk", "temperature": 4.0}, ("skip",)),
     (
         {"taps": 1, "norm": "rms", "eps": 0.1, "gate": "none", "gate_first": True, "silu": "v"},
         ("bias", "each", "slots"),
@@ -176,12 +176,12 @@ def _gates(step: FusedDecodeStep, x: FusedDecodeInputs) -> tuple[dict[str, Tenso
     n, by_channel = step.spec.householders, step.spec.decay == "channel"
     gates: dict[str, Tensor] = {}
     if x.beta is not None:
-        beta = x.beta.sigmoid().clamp(max=step.beta_max)
+        beta = x.beta.sigmoid()
         gates["beta"] = torch.unflatten(beta, -1, (n, -1)) if n > 1 else beta
     if x.erase is not None and x.write is not None:
         heads = (n, step.HV, -1) if n > 1 else (step.HV, -1)
         for name in ("erase", "write"):
-            gates[name] = torch.unflatten(getattr(x, name).sigmoid().clamp(max=step.beta_max), -1, heads)
+            gates[name] = torch.unflatten(getattr(x, name).sigmoid(), -1, heads)
     if x.feedback is not None:
         gates["write"] = gates.pop("beta")
         gates["erase"] = x.feedback.sigmoid().repeat_interleave(step.HV // step.H) * gates["write"]

@@ -19,9 +19,9 @@ class FusedDecodeStep(NamedTuple):
 
         q, k, v = norm(silu(conv(qkv)))                   SiLU and norm of each part
         q = q - correction k                              with the last of the n keys
-        beta = min(sigmoid(beta), beta_max)
+        beta = sigmoid(beta)
         erase, write = sigmoid(feedback) beta, beta
-                       min(sigmoid(erase), beta_max), min(sigmoid(write), beta_max) per channel, with beta "channel"
+                       sigmoid(erase), sigmoid(write) per channel, with beta "channel"
         log_decay = -exp(A_log) dt, with dt = softplus(decay + dt_bias); per head, or per head and key channel
                     decay_bound sigmoid(exp(A_log) (decay + dt_bias)) if `decay_bound` is set
                     log(sigmoid(decay)) / temperature if `temperature` is set
@@ -37,7 +37,6 @@ class FusedDecodeStep(NamedTuple):
         H, HV, K, V: its sizes.
         parts: q, k and v, in this order, as consecutive channels of the projection.
         taps: W of the short convolution; 0 means none.
-        beta_max: upper bound of beta.
         scale_v_by_dt: multiply the values by dt; needs decay "head".
         decay_bound: lower bound of the log decay (negative); None means none.
         temperature: root of the sigmoid that is the decay; None: the decay is none. Not with `decay_bound`.
@@ -54,7 +53,6 @@ class FusedDecodeStep(NamedTuple):
     V: int
     parts: tuple[ConvPart, ...]
     taps: int = 0
-    beta_max: float = 1.0
     scale_v_by_dt: bool = False
     decay_bound: float | None = None
     temperature: float | None = None

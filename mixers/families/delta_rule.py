@@ -59,7 +59,7 @@ class DeltaRuleConfig(HeadConfig, ABC):
 
     def beta(self, shape: HeadShape, bias: bool = False) -> dict[str, OperandPart]:
         """Create the part that computes the erase and write strengths per head. Args: bias: whether its map has one."""
-        return {"beta": Beta(shape, self.spec(), bias)}
+        return {"beta": Beta(shape, bias)}
 
     def norm_and_gate(
         self, shape: HeadShape, gate: bool, activation: Literal["silu", "sigmoid"] = "silu"

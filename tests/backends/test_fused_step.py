@@ -87,10 +87,10 @@ STEPS = {
         UpdateSpec(decay="head", beta="channel", reparam="longhorn", negative_eigenvalues="off"), unit="q"
     ),
     "strengths of channels, householders": make_fused_step(
-        UpdateSpec(beta="channel", householders=2, negative_eigenvalues="both"), beta_max=1 - 2**-7
+        UpdateSpec(beta="channel", householders=2, negative_eigenvalues="both")
     ),
-    "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"}), beta_max=1 - 2**-7),
-    "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase"), beta_max=0.5),
+    "negative": make_fused_step(GATED.model_copy(update={"negative_eigenvalues": "both"})),
+    "negative erase": make_fused_step(UpdateSpec(beta="head", negative_eigenvalues="erase")),
     "negative without beta": make_fused_step(UpdateSpec(negative_eigenvalues="both")),
     "efla": make_fused_step(UpdateSpec(decay="head", beta="head", reparam="efla"), unit="q"),
     "efla without beta": make_fused_step(UpdateSpec(reparam="efla"), unit="q"),

@@ -398,7 +398,6 @@ WRONG_FUSED_STEPS = {
     "dtype": ReturnsTheWrongDtype(),
     "operands": ModifiesItsProjection(),
     **{name: Fuses(zero=(name,)) for name in FusedDecodeInputs._fields if name not in ("qkv", "history")},
-    "beta_max": Fuses(beta_max=1.0),
     "scale_v_by_dt": Fuses(scale_v_by_dt=False),
     "decay_bound": Fuses(decay_bound=None),
     "temperature": Fuses(temperature=5.0),

@@ -62,8 +62,6 @@ from deltazoo.mixers import (
 )
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Place
 
-MAX_DOUBLED_BETA = 1 - 2**-7
-
 
 def silu_qkv(w: Weights, x: Tensor, n: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (F.silu(y) for y in qkv(w, x, n))
@@ -77,7 +75,7 @@ def deltanet(w: Weights, x: Tensor) -> Tensor:
 
 def gated_deltanet_doubled_erase(w: Weights, x: Tensor) -> Tensor:
     q, k, v = silu_qkv(w, x)
-    b = beta(w, x).clamp(max=MAX_DOUBLED_BETA)
+    b = beta(w, x)
     return out(w, gate(w, x, rms_norm(w, recurrence(unit(q), unit(k), v, softplus_decay(w, x), 2 * b, b))))
 
 
@@ -140,7 +138,7 @@ def householder_products(q: Tensor, k: Tensor, v: Tensor, a: Tensor, strength: T
 def deltaproduct(decay: bool, gated: bool = True) -> Equation:
     def equation(w: Weights, x: Tensor) -> Tensor:
         q, k, v = silu_qkv(w, x, 3)
-        strength = 2 * beta(w, x)[..., 0].clamp(max=MAX_DOUBLED_BETA).unflatten(-1, (3, HV))
+        strength = 2 * beta(w, x)[..., 0].unflatten(-1, (3, HV))
         a = softplus_decay(w, x) if decay else torch.ones(2, T, HV, 1, dtype=x.dtype)
         o = rms_norm(w, householder_products(unit(q), unit(k), v, a, strength))
         return out(w, gate(w, x, o) if gated else o)
@@ -152,7 +150,7 @@ def deltanet_two_householders(w: Weights, x: Tensor) -> Tensor:
     """Features elu + 1, L1 norm."""
     q, k, v = qkv(w, x, 2)
     q, k = ((F.elu(y) + 1) / ((F.elu(y) + 1).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    strength = 2 * beta(w, x)[..., 0].clamp(max=MAX_DOUBLED_BETA).unflatten(-1, (2, HV))
+    strength = 2 * beta(w, x)[..., 0].unflatten(-1, (2, HV))
     o = householder_products(q, k, F.silu(v), torch.ones(2, T, HV, 1, dtype=x.dtype), strength)
     return out(w, rms_norm(w, o))
 
@@ -240,7 +238,7 @@ def preconditioned(
         q, k, v = silu_qkv(w, x)
         q, k = unit(q), unit(k)
         p, a, strength = preconditioned_keys(w, x, k), decay(w, x), per_value_head(beta(w, x))
-        strength = 2 * strength.clamp(max=MAX_DOUBLED_BETA) if doubled else strength
+        strength = 2 * strength if doubled else strength
 
         def step(S: Tensor, t: int) -> Tensor:
             S = a[:, t, ..., None] * S

@@ -115,7 +115,6 @@ class StepOptions(NamedTuple):
     scale: float
     erase_factor: float
     write_factor: float
-    beta_max: float
     eps: float
     decay_bound: float | None
     temperature: float | None
@@ -139,7 +138,6 @@ class StepOptions(NamedTuple):
             scale=spec.scale_of(step.K),
             erase_factor=1.0 if spec.negative_eigenvalues == "off" else 2.0,
             write_factor=2.0 if spec.negative_eigenvalues == "both" else 1.0,
-            beta_max=step.beta_max,
             eps=step.eps,
             decay_bound=step.decay_bound,
             temperature=step.temperature,
@@ -268,7 +266,7 @@ def step_traits(
         H=H, HV=HV, K=K, V=V, BK=power_of_two(K), PV=power_of_two(V), BV=tiling.columns, STEPS=n,
         W=0 if x.weight is None else x.weight.shape[1],
         BIAS=x.bias is not None, SILU_Q=silu_q, SILU_K=silu_k, SILU_V=silu_v, NORM_Q=norm_q, NORM_K=norm_k,
-        NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_CHANNELS=x.write is not None, BETA_MAX=options.beta_max,
+        NORM_QK_EPS=EPS, BETA=x.beta is not None, BETA_CHANNELS=x.write is not None,
         DECAY=x.decay is not None or x.log_decay is not None, DECAY_CHANNELS=has_channel_decay(x, HV),
         DECAY_BOUND=options.decay_bound, TEMPERATURE=options.temperature, FIXED=x.log_decay is not None,
         SCALE_V_BY_DT=options.scale_v_by_dt, DELTA=options.delta,
@@ -325,7 +323,7 @@ INPUTS = (
 OPTIONS = (
     "int heads, bool[] silu, bool[] l2_norm, bool delta, str erase_from, str read, bool scale_v_by_dt, "
     "bool gate_before_norm, str reparam, str norm, str activation, float scale, float erase_factor, "
-    "float write_factor, float beta_max, float eps, float? decay_bound, float? temperature"
+    "float write_factor, float eps, float? decay_bound, float? temperature"
 )
 _fused_op = operator(
     f"triton_fused_step_({INPUTS}, Tensor(b!) states, Tensor? slots, {OPTIONS}, str config) -> Tensor",

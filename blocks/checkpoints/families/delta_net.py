@@ -1,7 +1,4 @@
-"""DeltaNet and Gated DeltaNet in folders of flash-linear-attention.
-
-With `allow_neg_eigval`, our beta is at most 2 - 2^-6: a saturated beta differs.
-"""
+"""DeltaNet and Gated DeltaNet in folders of flash-linear-attention."""
 
 from typing import Any, ClassVar
 

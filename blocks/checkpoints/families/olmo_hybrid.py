@@ -15,7 +15,7 @@ OUTPUT_NORM_EPS = 1e-5  # a constant of the model, whatever rms_norm_eps is
 
 
 class OlmoHybrid(Family):
-    """OLMo Hybrid. With `linear_allow_neg_eigval`, our beta is at most 2 - 2^-6: a saturated beta differs."""
+    """OLMo Hybrid."""
 
     architecture: ClassVar[str] = "OlmoHybridForCausalLM"
     aliases: ClassVar[dict[str, str]] = {

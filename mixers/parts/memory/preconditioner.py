@@ -51,7 +51,7 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful):
         self.bound, self.heads = bound, shape.heads if per == "key" else shape.value_heads
         per_head = HeadShape(shape.width, self.heads, self.heads, 1, shape.key_width)
         self.decay = SoftplusDecay(per_head, rates=rates)
-        self.beta = Beta(per_head, SECOND_MOMENT)
+        self.beta = Beta(per_head)
         self.update = Update(SECOND_MOMENT, per_head)
         self.center = nn.Parameter(torch.empty(self.heads))
         self.reset_parameters()

@@ -1,7 +1,7 @@
 """Fused decode step: convolution, gates, one token of the update, output norm and gate in one kernel.
 
     q, k, v = norm(silu(conv(x)))
-    beta = min(sigmoid(beta), BETA_MAX),  decay = exp(-exp(A_log) dt),  dt = softplus(decay + dt_bias)
+    beta = sigmoid(beta),  decay = exp(-exp(A_log) dt),  dt = softplus(decay + dt_bias)
     S, o = update(S, q, k, v, beta, decay)
     o = norm(o + skip v) activation(gate)
 
@@ -57,7 +57,6 @@ class StepTraits(NamedTuple):
     WRITE_STRIDE: int
     BETA: bool  # beta is an operand; else 1
     BETA_CHANNELS: bool  # erase and write are operands, strengths per channel
-    BETA_MAX: float
     DECAY: bool
     DECAY_CHANNELS: bool  # a decay per key channel: decay [B, HV K], dt_bias [HV K]
     DECAY_BOUND: float | None  # log decay = DECAY_BOUND sigmoid(exp(A_log) (decay + dt_bias)) instead
@@ -153,10 +152,10 @@ def fused_step_kernel(
         strength = tl.full((), 1.0, tl.float32)
         erase_key = k
         if traits.BETA:
-            strength = strength_of(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv), traits.BETA_MAX)
+            strength = strength_of(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv))
         if traits.BETA_CHANNELS:
             at_erase = erase + row * traits.ERASE_STRIDE + (m * HV + hv) * K + ks
-            erase_key *= strength_of(tl.load(at_erase, mask=in_k, other=0.0), traits.BETA_MAX)
+            erase_key *= strength_of(tl.load(at_erase, mask=in_k, other=0.0))
         if traits.REPARAM != "none":
             strength, _, _ = step_size(strength, tl.sum(k * erase_key, 0), traits.REPARAM == "efla")
         erase_strength = strength * traits.ERASE_FACTOR
@@ -197,7 +196,7 @@ def fused_step_kernel(
             u = v * writes[m]
             if traits.BETA_CHANNELS:
                 at_write = write + row * traits.WRITE_STRIDE + (m * HV + hv) * V + vs
-                u *= strength_of(tl.load(at_write, mask=in_v, other=0.0), traits.BETA_MAX)
+                u *= strength_of(tl.load(at_write, mask=in_v, other=0.0))
             if traits.SCALE_V_BY_DT:
                 u *= dt
             S, _ = micro_step(

@@ -52,9 +52,9 @@ def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
 
 
 @triton.jit
-def strength_of(x, MAX: tl.constexpr):
-    """Return min(sigmoid(x), MAX)."""
-    return tl.minimum(tl.sigmoid(x.to(tl.float32)), MAX, propagate_nan=tl.PropagateNan.ALL)
+def strength_of(x):
+    """Return sigmoid(x) in float32."""
+    return tl.sigmoid(x.to(tl.float32))
 
 
 @triton.jit
