@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
@@ -77,6 +78,20 @@ def test_ttt_linear_and_its_gradients(case, width, size, dtype):
     check(x, run_ttt, dtype, {"ttt_linear_kernel": 1, "ttt_linear_backward_kernel": 1})
 
 
+def check_memory(x, size: int, dtype: torch.dtype) -> None:
+    def run(x):
+        o, state = neural_memory(x, size)
+        return [o, *state]
+
+    kernels = {"neural_memory_kernel": 1, "neural_memory_backward_kernel": 1}
+    check(x, run, dtype, kernels | {"memory_gates_kernel": 2, "memory_gates_backward_kernel": 1})
+
+
+def with_lower_rates(x):
+    """Rates up to 1 give outputs of 1e6 and multiply a relative error of q, k, v by 4 to 21: too much for TF32."""
+    return x._replace(theta=(0.2 * x.theta).detach().requires_grad_())
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("case", "widths", "size", "dtype", "strong"),
@@ -90,16 +105,29 @@ def test_ttt_linear_and_its_gradients(case, width, size, dtype):
 )
 def test_the_neural_memory_and_its_gradients(case, widths, size, dtype, strong):
     x = draw_memory(case, widths, 1 if widths[0] == widths[1] else 2, strong, DEVICE)
-    if widths[0] != widths[1] and not INTERPRETED:
-        # Rates up to 1 give outputs of 1e6 and multiply a relative error of q, k, v by 4 to 21: too much for TF32.
-        x = x._replace(theta=(0.2 * x.theta).detach().requires_grad_())
+    check_memory(x if widths[0] == widths[1] else with_lower_rates(x), size, dtype)
 
-    def run(x):
-        o, state = neural_memory(x, size)
-        return [o, *state]
 
-    kernels = {"neural_memory_kernel": 1, "neural_memory_backward_kernel": 1}
-    check(x, run, dtype, kernels | {"memory_gates_kernel": 2, "memory_gates_backward_kernel": 1})
+@pytest.fixture
+def truncated_products(monkeypatch):
+    """Truncate the operands of products to 11 bits, as tensor cores do in tf32."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def truncate(x):
+        return TensorHandle((x.data.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32), x.dtype)
+
+    def create_dot(self, a, b, *others):
+        return dot(self, truncate(a), truncate(b), *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.kernel_smoke
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+def test_truncated_products_of_the_neural_memory_stay_within_the_tolerance(truncated_products):
+    check_memory(with_lower_rates(draw_memory(LONG, (16, 32), 2, strong=True)), 16, torch.float16)
 
 
 @needs_triton

@@ -17,6 +17,7 @@ from deltazoo.backends.triton.fast_weights.kernels.tiles import (
     load_span,
     load_tokens,
     product,
+    rounded,
     store_matrix,
     store_tokens,
 )
@@ -39,17 +40,17 @@ def load_layer(first, state, fresh, index, h, R: tl.constexpr, C: tl.constexpr, 
 @triton.jit
 def read(r, scores, weights, Y, M, S, A0, B, PRECISION: tl.constexpr):
     """Return r_t M_t for the tokens of a chunk. weights: C_ts theta_s; scores: r x^T."""
-    out = product(A0[:, None] * r, M, PRECISION)
-    out += product(B[:, None] * r, S, PRECISION)
-    return out - product(weights * scores, Y, PRECISION)
+    out = A0[:, None] * product(r, M, PRECISION)
+    out += B[:, None] * product(r, S, PRECISION)
+    return out - product(rounded(weights * scores), Y, PRECISION)
 
 
 @triton.jit
 def advance(X, Y, M, S, e, c, eta_end, a_end, b_end, PRECISION: tl.constexpr):
     """Return M and S after the chunk. e, c: E_Ms theta_s and C_Ms theta_s."""
     X_columns = tl.trans(X)
-    new_M = a_end * M + b_end * S - product(X_columns, c[:, None] * Y, PRECISION)
-    return new_M, eta_end * S - product(X_columns, e[:, None] * Y, PRECISION)
+    new_M = a_end * M + b_end * S - product(X_columns, rounded(c[:, None] * Y), PRECISION)
+    return new_M, eta_end * S - product(X_columns, rounded(e[:, None] * Y), PRECISION)
 
 
 @triton.jit
@@ -63,9 +64,9 @@ def gradients_of_pair(k, v, P1, P2, PRECISION: tl.constexpr):
     """Return (X2, Y2, Y1) of two layers at the memory P1, P2."""
     h = product(k, P1, PRECISION)
     gate = tl.sigmoid(h)
-    inner = h * gate
-    error = 2.0 * (product(inner, P2, PRECISION) - v)
-    return inner, error, product(error, tl.trans(P2), PRECISION) * slope(h, gate)
+    inner = rounded(h * gate)
+    error = rounded(2.0 * (product(inner, P2, PRECISION) - v))
+    return inner, error, rounded(product(error, tl.trans(P2), PRECISION) * slope(h, gate))
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def neural_memory_kernel(
             if not begins:
                 P1_tile = load_layer(first1, P1, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE)
         if traits.DEPTH == 1:
-            Y1 = 2.0 * (product(k_tile, P1_tile, PRECISION) - v_tile)
+            Y1 = rounded(2.0 * (product(k_tile, P1_tile, PRECISION) - v_tile))
         else:
             P2_tile = M2_tile
             if HAS_STATE:
@@ -157,7 +158,7 @@ def neural_memory_kernel(
         o_tile = read(q_tile, scores, weights, Y1, M1_tile, S1_tile, A0, B, PRECISION)
         M1_tile, S1_tile = advance(k_tile, Y1, M1_tile, S1_tile, e, c, eta_end, a_end, b_end, PRECISION)
         if traits.DEPTH == 2:
-            x = o_tile * tl.sigmoid(o_tile)
+            x = rounded(o_tile * tl.sigmoid(o_tile))
             scores = product(x, tl.trans(inner), PRECISION)
             o_tile = read(x, scores, weights, error, M2_tile, S2_tile, A0, B, PRECISION)
             M2_tile, S2_tile = advance(inner, error, M2_tile, S2_tile, e, c, eta_end, a_end, b_end, PRECISION)

@@ -27,6 +27,7 @@ from deltazoo.backends.triton.fast_weights.kernels.tiles import (
     load_span,
     load_tokens,
     product,
+    rounded,
     store_matrix,
     store_tokens,
 )
@@ -54,15 +55,15 @@ def layer_backward(
     A_t, B_t and E_t.
     """
     d_weights = -product(d_out, tl.trans(Y), PRECISION)
-    d_scores = weights * d_weights
+    d_scores = rounded(weights * d_weights)
     dr = product(d_scores, X, PRECISION)
     dX = product(tl.trans(d_scores), r, PRECISION)
-    dY = -product(tl.trans(weights * scores), d_out, PRECISION)
+    dY = -product(tl.trans(rounded(weights * scores)), d_out, PRECISION)
     dM_tile = load_matrix(dM, index, R, C, BLOCK_R, BLOCK_C)
     Y_dM = product(Y, tl.trans(dM_tile), PRECISION)
     dC_row = -tl.sum(X * Y_dM, 1)
     dX -= c[:, None] * Y_dM
-    dY -= product(c[:, None] * X, dM_tile, PRECISION)
+    dY -= c[:, None] * product(X, dM_tile, PRECISION)
     M_tile = load_matrix(saved, M_at, R, C, BLOCK_R, BLOCK_C)
     dA_end = tl.sum(dM_tile * M_tile)
     from_M = product(d_out, tl.trans(M_tile), PRECISION)
@@ -78,8 +79,9 @@ def layer_backward(
     Y_dS = product(Y, tl.trans(dS_tile), PRECISION)
     dE_row = -tl.sum(X * Y_dS, 1)
     dX -= e[:, None] * Y_dS
-    dY -= product(e[:, None] * X, dS_tile, PRECISION)
-    dS_tile = eta_end * dS_tile + b_end * dM_tile + product(tl.trans(r), B[:, None] * d_out, PRECISION)
+    dY -= e[:, None] * product(X, dS_tile, PRECISION)
+    dS_tile = eta_end * dS_tile + b_end * dM_tile
+    dS_tile += product(tl.trans(r), rounded(B[:, None] * d_out), PRECISION)
     store_matrix(dS, dS_tile, index, R, C, BLOCK_R, BLOCK_C)
     return dr, dX, dY, d_weights * scores, dA, dB, dC_row, dE_row, dA_end, dB_end, dE_end
 
@@ -96,7 +98,7 @@ def update_gradient(
     if is_last:
         P_sum += load_matrix(dP, index, R, C, BLOCK_R, BLOCK_C)
     dM_tile = load_matrix(dM, index, R, C, BLOCK_R, BLOCK_C)
-    dM_tile = a_end * dM_tile + product(tl.trans(r), A0[:, None] * d_out, PRECISION)
+    dM_tile = a_end * dM_tile + product(tl.trans(r), rounded(A0[:, None] * d_out), PRECISION)
     dM_tile += tl.where(begins, P_sum, 0.0)
     store_matrix(dM, dM_tile, index, R, C, BLOCK_R, BLOCK_C)
     if is_first:
@@ -162,7 +164,7 @@ def neural_memory_backward_kernel(
                     if not begins:
                         P1_tile = load_layer(first1, P1, fresh, index, h, E, F, BLOCK_E, BLOCK_F, HAS_STATE)
                 if DEPTH == 1:
-                    Y1 = 2.0 * (product(k_tile, P1_tile, PRECISION) - v_tile)
+                    Y1 = rounded(2.0 * (product(k_tile, P1_tile, PRECISION) - v_tile))
                 else:
                     P2_tile = M2_tile
                     if HAS_STATE:
@@ -195,21 +197,21 @@ def neural_memory_backward_kernel(
                 inner_h = product(k_tile, P1_tile, PRECISION)
                 scores = product(q_tile, tl.trans(k_tile), PRECISION)
                 if DEPTH == 1:
-                    Y1 = 2.0 * (inner_h - v_tile)
+                    Y1 = rounded(2.0 * (inner_h - v_tile))
                     d_h = do
                 else:
                     P2_tile = load_memory(
                         scratch, saved + 1, first2, P2, begins, fresh, index, h, F, E, BLOCK_F, BLOCK_E, HAS_STATE
                     )
                     gate = tl.sigmoid(inner_h)
-                    inner = inner_h * gate
-                    error = 2.0 * (product(inner, P2_tile, PRECISION) - v_tile)
+                    inner = rounded(inner_h * gate)
+                    error = rounded(2.0 * (product(inner, P2_tile, PRECISION) - v_tile))
                     back = product(error, tl.trans(P2_tile), PRECISION)
-                    Y1 = back * slope(inner_h, gate)
+                    Y1 = rounded(back * slope(inner_h, gate))
                     M1_tile = load_matrix(scratch, saved, E, F, BLOCK_E, BLOCK_F)
                     S1_tile = load_matrix(scratch, saved + 2, E, F, BLOCK_E, BLOCK_F)
                     x_h = read(q_tile, scores, weights, Y1, M1_tile, S1_tile, A0, B, PRECISION)
-                    x = x_h * tl.sigmoid(x_h)
+                    x = rounded(x_h * tl.sigmoid(x_h))
                     inner_scores = product(x, tl.trans(inner), PRECISION)
                     dx, d_inner, d_Y2, dC_2, dA_2, dB_2, dC_row_2, dE_row_2, dA_end_2, dB_end_2, dE_end_2 = (
                         layer_backward(
@@ -217,7 +219,7 @@ def neural_memory_backward_kernel(
                             saved + 3, d_M2, d_S2, index, F, E, BLOCK_F, BLOCK_E, PRECISION,
                         )
                     )  # fmt: skip
-                    d_h = dx * slope(x_h, tl.sigmoid(x_h))
+                    d_h = rounded(dx * slope(x_h, tl.sigmoid(x_h)))
                 # loaded again, here and below: they would be spilled in between
                 q_tile = load_tokens(q, row, present, h, H, E, BLOCK_E).to(tl.float32)
                 k_tile = load_tokens(k, row, present, h, H, E, BLOCK_E).to(tl.float32)
@@ -241,18 +243,18 @@ def neural_memory_backward_kernel(
                 )  # fmt: skip
                 is_last = i == count - 1
                 if DEPTH == 1:
-                    d_error = 2.0 * dY1
+                    d_error = rounded(2.0 * dY1)
                     d_inner_h = d_error
                 else:
                     P2_tile = load_memory(
                         scratch, saved + 1, first2, P2, begins, fresh, index, h, F, E, BLOCK_F, BLOCK_E, HAS_STATE
                     )
                     gate = tl.sigmoid(inner_h)
-                    d_back = dY1 * slope(inner_h, gate)
-                    d_error = 2.0 * (d_Y2 + product(d_back, P2_tile, PRECISION))
+                    d_back = rounded(dY1 * slope(inner_h, gate))
+                    d_error = rounded(2.0 * (d_Y2 + product(d_back, P2_tile, PRECISION)))
                     d_inner += product(d_error, tl.trans(P2_tile), PRECISION)
                     curvature = gate * (1.0 - gate) * (2.0 + inner_h * (1.0 - 2.0 * gate))
-                    d_inner_h = dY1 * back * curvature + d_inner * slope(inner_h, gate)
+                    d_inner_h = rounded(dY1 * back * curvature + d_inner * slope(inner_h, gate))
                     dP2 = product(tl.trans(d_back), error, PRECISION) + product(tl.trans(inner), d_error, PRECISION)
                     update_gradient(
                         d_M2, d_P2, dP2, x, do, A0, a_end, begins, i == 0, is_last, index, F, E, BLOCK_F, BLOCK_E,

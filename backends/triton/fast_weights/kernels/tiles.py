@@ -88,3 +88,10 @@ def store_vector(x, values, index, C: tl.constexpr, BLOCK: tl.constexpr):
 def product(a, b, PRECISION: tl.constexpr):
     """Multiply float32 tiles on the tensor cores, in float32 accumulators."""
     return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x):
+    """Round float32 to the 11 bits of tf32. A product truncates, and such errors, all of one sign, add up."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # of a NaN, the addition overflows
