@@ -220,11 +220,12 @@ class JointMoMMixer(Mixer, Routed):
             check_state({name: tensor.shape[0] for name, tensor in state.items()}, x_BTD, context)
         routes = Routes(*self.router(x_BTD, context))
         weight_BTK = routes.weight.gather(-1, routes.order)
-        pack = TokenPack.of(routes.order, weight_BTK, self.joint.sizes.memories, context)
         is_step = x_BTD.shape[1] == 1 and context.cu_seqlens is None and not torch.is_grad_enabled()
         if state is not None and is_step and x_BTD.shape[0]:
-            y_BTD = self.joint.step_(x_BTD, pack, state)
+            real_B = None if context.mask is None else context.mask[:, 0]
+            y_BTD = self.joint.step_(x_BTD, routes.order[:, 0], weight_BTK[:, 0], real_B, state)
         else:
+            pack = TokenPack.of(routes.order, weight_BTK, self.joint.sizes.memories, context)
             y_BTD, state = self.joint(x_BTD, pack, state, context._replace(values=None))
         return MixerOutput(undo_left_align(y_BTD, order), state, routes.side)
 

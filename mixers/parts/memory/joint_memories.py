@@ -7,10 +7,11 @@ C channels, HV value heads, K key width, V value width
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -171,21 +172,35 @@ class JointMemories(nn.Module):
         new_state = NamedTensors({name: write_back((state or {})[name], y).contiguous() for name, y in rows.items()})
         return self._outputs(mixture, x, inputs), None if state is None else new_state
 
-    def step_(self, x: Tensor, pack: TokenPack, state: Mapping[str, Tensor]) -> Tensor:
-        """Decode one token per row, x [B, 1, D], and update the states of its memories in place. Returns y."""
-        M, N = pack.sizes
-        G, token_A = self.sizes.total, pack.order // pack.copies.times
-        routed, of_all = self._channels(x, pack)
-        real_B = None if pack.real is None else pack.real[:, 0]
-        pools = {name: y.view(N * G, *y.shape[2:]) for name, y in state.items()}
-        real_A = None if real_B is None else real_B[token_A]
-        rows = {name: y.transpose(0, 1) for name, y in routed.items()}
-        o, inputs = self._step_rows(rows, pools, token_A * G + pack.rows.mixer, real_A)
-        mixture = pack.mix(o.flatten(2).transpose(0, 1))
+    def step_(
+        self, x: Tensor, memory: Tensor, weight: Tensor, real: Tensor | None, state: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Decode one token per row, x [B, 1, D], and update the states of its memories in place. Returns y.
+
+        All memories of all tokens, with the shared one, are the rows of one convolution and one update.
+
+        Args: memory, weight: [B, k], the memories of each token. real: [B] bool, None: all tokens belong to a sequence.
+        """
         if self.sizes.shared:
-            slots = torch.arange(N, device=x.device) * G + M
-            o, inputs = self._step_rows(of_all, pools, slots, real_B)
-            mixture = mixture + o.flatten(2)
+            memory = F.pad(memory, (0, 1), value=self.sizes.memories)
+            weight = F.pad(weight, (0, 1), value=1.0)
+        B, K = memory.shape
+        token_B1 = torch.arange(B, device=x.device)[:, None]
+        channels = {"q": self.to_q(x).expand(-1, K, -1)}
+        for name, of_each in self._maps(x, joint=B > 1).items():  # many maps gain also for a token of several rows
+            outputs = [y() for y in of_each]
+            if self.sizes.one_map:
+                channels[name] = outputs[0].expand(-1, K, -1)
+            else:
+                channels[name] = torch.cat(outputs, 1)[token_B1, memory]
+        rows = {name: y.flatten(0, 1)[:, None] for name, y in channels.items()}
+        pools = {name: y.view(-1, *y.shape[2:]) for name, y in state.items()}
+        slots = (token_B1 * self.sizes.total + memory).flatten()
+        o, inputs = self._step_rows(rows, pools, slots, None if real is None else real.repeat_interleave(K))
+        o_BKC = o.flatten(1).unflatten(0, (B, K))
+        if real is not None:
+            o_BKC = torch.where(real[:, None, None], o_BKC, 0.0)
+        mixture = (weight[..., None] * o_BKC).sum(1, keepdim=True).to(o.dtype)
         return self._outputs(mixture, x, inputs)
 
     def _step_rows(
@@ -206,21 +221,14 @@ class JointMemories(nn.Module):
     def _channels(self, x: Tensor, pack: TokenPack) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return q, kv and the outputs of the maps of the gates, in the rows of a pack and for the shared memory."""
         q, M = self.to_q(x), self.sizes.memories
-        layers = {"kv": list(self.to_kv)} | {name: list(maps.children()) for name, maps in self.gates.items()}
-        narrow = {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])}
-        is_step = x.shape[1] == 1 and pack.parallel is None  # all ranks must record the same graph
-        joint = {}
-        if not is_step or x.shape[0] > 1:  # many maps gain also for a single token of several rows
-            joint = project_jointly(x, narrow)
         routed, of_all = {"q": pack.tokens(q)}, {"q": q}
-        for name, maps in layers.items():
-            of_each = [functools.partial(_output, joint.get(f"{name} {m}"), layer, x) for m, layer in enumerate(maps)]
+        for name, of_each in self._maps(x, joint=True).items():
             if self.sizes.one_map:
                 of_all[name] = of_each[0]()
                 routed[name] = pack.tokens(of_all[name])
                 continue
-            plain = [layer.weight for layer in maps[:M] if is_plain_linear(layer)]
-            if name == "kv" and len(plain) == M and not is_step:  # for one token a copy of the weights takes longer
+            plain = [layer.weight for layer in list(self.to_kv)[:M] if is_plain_linear(layer)]
+            if name == "kv" and len(plain) == M:
                 weight = torch.stack(plain)
                 routed[name] = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, weight, pack.rows.ends)[None]
             else:
@@ -228,6 +236,16 @@ class JointMemories(nn.Module):
             if self.sizes.shared:
                 of_all[name] = of_each[M]()
         return routed, of_all
+
+    def _maps(self, x: Tensor, joint: bool) -> dict[str, list[Callable[[], Tensor]]]:
+        """Return kv and the maps of the gates of each memory, applied to x when called; `joint`: narrow ones by one."""
+        layers = {"kv": list(self.to_kv)} | {name: list(maps.children()) for name, maps in self.gates.items()}
+        narrow = {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])}
+        known = project_jointly(x, narrow) if joint else {}
+        return {
+            name: [functools.partial(_output, known.get(f"{name} {m}"), y, x) for m, y in enumerate(maps)]
+            for name, maps in layers.items()
+        }
 
     def _inputs(
         self, channels: Mapping[str, Tensor], old: Mapping[str, Tensor], context: Context
