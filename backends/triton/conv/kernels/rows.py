@@ -54,15 +54,15 @@ def row_mask(i, low, high, in_channels):
 @triton.jit
 def load_rows(
     x, x_offset, token_stride, history, history_offset, t, low, high, i, in_channels,
-    COUNT: tl.constexpr, HISTORY: tl.constexpr, traits: tl.constexpr,
+    COUNT: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
-    """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed. HISTORY: those before token 0 are rows of the history."""
+    """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed. Without a pack, rows before token 0 are history."""
     rows = ()
     at = x_offset + i * token_stride
     for u in tl.static_range(COUNT):
         row = i - u
         value = tl.load(x + at - u * token_stride, mask=row_mask(row, low, high, in_channels), other=0.0)
-        if HISTORY:
+        if traits.HISTORY and not traits.PACKED:
             before = (t + row < 0)[:, None]
             in_history = before & ((t + row > -traits.W) & (high > 0))[:, None] & in_channels
             past = tl.load(history + history_offset + (t + row)[:, None] * traits.C, mask=in_history, other=0.0)

@@ -133,8 +133,6 @@ def short_conv_kernel(
     """
     W: tl.constexpr = traits.W
     GROUP: tl.constexpr = traits.GROUP
-    # Every row of a pack loads a row of the history for each lag: Triton's coalescing pass took 2 s for 4 rows.
-    UNROLLED: tl.constexpr = 1 if traits.PACKED and traits.HISTORY else GROUP
     _, group, b, t, low, high, store_low, store_high, channel, in_channels = locate_strips(
         T, cu, ends, N, strips, strips_per_row, strip_tokens, strip_tokens, traits
     )
@@ -149,24 +147,19 @@ def short_conv_kernel(
     # row W - 1 of the history, where token 0 would be: of the row of the batch, or in a pack of sequence 0
     history_offset = (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + channel
     # tuples of rows and starts are ordered from the latest row backwards
-    ROWS_BEFORE: tl.constexpr = traits.HISTORY and not traits.PACKED
-    recent = load_rows(
-        x, x_offset, stride, history, history_offset, t, low, high, -1, in_channels, W - 1, ROWS_BEFORE, traits
-    )
+    recent = load_rows(x, x_offset, stride, history, history_offset, t, low, high, -1, in_channels, W - 1, traits)
     recent = unpack_rows(recent, x.dtype.element_ty)
-    ahead = load_rows(
-        x, x_offset, stride, history, history_offset, t, low, high, GROUP - 1, in_channels, GROUP, False, traits
-    )
+    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, GROUP - 1, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, GROUP - 1, GROUP, traits)
-    for g in range(0, strip_tokens, UNROLLED):
-        for k in tl.static_range(UNROLLED):
+    for g in range(0, strip_tokens, GROUP):
+        for k in tl.static_range(GROUP):
             i = g + k
             rows = (unpack(ahead[GROUP - 1], x.dtype.element_ty),) + recent
             start = next_starts[GROUP - 1]
-            later_row = load_rows(
-                x, x_offset, stride, history, history_offset, t, low, high, i + GROUP, in_channels, 1, False, traits
+            ahead = (
+                load_rows(x, x_offset, stride, history, history_offset, t, low, high, i + GROUP, in_channels, 1, traits)
+                + ahead[: GROUP - 1]
             )
-            ahead = later_row + ahead[: GROUP - 1]
             next_starts = load_starts(sequence_starts, t, high, i + GROUP, 1, traits) + next_starts[: GROUP - 1]
             inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
             a = weighted_sum(inputs, weights, offset, W)
@@ -237,10 +230,7 @@ def recompute_after_strip(
     for _ in tl.static_range(W - 1):
         later = later + (zero,)
     last = strip_tokens + W - 2
-    rows = load_rows(
-        x, x_offset, stride, history, history_offset, t, low, high, last, in_channels, 2 * W - 2,
-        traits.HISTORY and not traits.PACKED, traits,
-    )  # fmt: skip
+    rows = load_rows(x, x_offset, stride, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
     ds = load_gradients(dy, dy_offset, store_low, high, last, in_channels, W - 1, traits)
     starts = load_starts(sequence_starts, t, high, last, W - 1, traits)
     rows = unpack_rows(rows, x.dtype.element_ty)
@@ -301,10 +291,7 @@ def short_conv_backward_kernel(
     for _ in tl.static_range(W + 1):
         sums = sums + (zero,)
     i = strip_tokens - 1
-    ROWS_BEFORE: tl.constexpr = traits.HISTORY and not traits.PACKED
-    ahead = load_rows(
-        x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, ROWS_BEFORE, traits
-    )
+    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
     next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
     for g in range(0, strip_tokens, GROUP):
@@ -315,9 +302,8 @@ def short_conv_backward_kernel(
             start = next_starts[0]
             later_i = i - GROUP
             ahead = ahead[1:] + load_rows(
-                x, x_offset, stride, history, history_offset, t, low, high, later_i - W + 1, in_channels, 1,
-                ROWS_BEFORE, traits,
-            )  # fmt: skip
+                x, x_offset, stride, history, history_offset, t, low, high, later_i - W + 1, in_channels, 1, traits
+            )
             next_ds = next_ds[1:] + load_gradients(dy, dy_offset, store_low, high, later_i, in_channels, 1, traits)
             next_starts = next_starts[1:] + load_starts(sequence_starts, t, high, later_i, 1, traits)
             inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
