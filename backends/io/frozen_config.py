@@ -4,6 +4,7 @@ pydantic reports invalid fields with an exception that cannot be subclassed. The
 `ConfigError` in its place, so that one `except DeltazooError`, or `except ValueError`, catches every error of a config.
 """
 
+import functools
 import typing
 from abc import ABC
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
     @classmethod
     def _check_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false as numbers, and the word "none" for null."""
-        types = set(_types(cls.model_fields[str(info.field_name)].annotation))
+        types = _field_types(cls, str(info.field_name))
         if not types & {int, float}:
             return value
         rule = "an integer" if int in types else "a number"
@@ -65,6 +66,11 @@ class FrozenConfig(BaseModel, ABC, metaclass=_RaisesConfigError):
         if type(None) in types and str not in types and isinstance(value, str) and value.lower() == "none":
             raise PydanticCustomError("none_as_text", f"Input should be {rule} or null (None in Python)")
         return value
+
+
+@functools.cache
+def _field_types(model: type[BaseModel], field: str) -> frozenset[Any]:
+    return frozenset(_types(model.model_fields[field].annotation))
 
 
 def changed_fields(config: BaseModel) -> dict[str, Any]:
