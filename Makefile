@@ -9,6 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+PIP_ARGS ?=
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -137,7 +138,8 @@ ifdef TORCH_INDEX
 	$(BIN)/python -m pip install -c constraints.txt --index-url $(TORCH_INDEX) torch
 endif
 	rm -rf deltazoo.egg-info  # a stale copy would hide changed entry points
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -q -c constraints.txt --upgrade pip  # older ones take a minute to compare file names
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:
