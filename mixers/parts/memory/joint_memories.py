@@ -238,7 +238,10 @@ class JointMemories(nn.Module):
         return routed, of_all
 
     def _maps(self, x: Tensor, joint: bool) -> dict[str, list[Callable[[], Tensor]]]:
-        """Return kv and the maps of the gates of each memory, applied to x when called; `joint`: narrow ones by one."""
+        """Return calls that apply kv and the gates' maps of each memory to x.
+
+        Args: joint: compute the narrow maps now, in one product.
+        """
         layers = {"kv": list(self.to_kv)} | {name: list(maps.children()) for name, maps in self.gates.items()}
         narrow = {f"{name} {m}": y for name in self.gates for m, y in enumerate(layers[name])}
         known = project_jointly(x, narrow) if joint else {}
