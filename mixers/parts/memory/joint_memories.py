@@ -197,7 +197,7 @@ class JointMemories(nn.Module):
         pools = {name: y.view(-1, *y.shape[2:]) for name, y in state.items()}
         slots = (token_B1 * self.sizes.total + memory).flatten()
         o, inputs = self._step_rows(rows, pools, slots, None if real is None else real.repeat_interleave(K))
-        o_BKC = o.flatten(1).unflatten(0, (B, K))
+        o_BKC = torch.unflatten(o.flatten(1), 0, (B, K))
         if real is not None:
             o_BKC = torch.where(real[:, None, None], o_BKC, 0.0)
         mixture = (weight[..., None] * o_BKC).sum(1, keepdim=True).to(o.dtype)
