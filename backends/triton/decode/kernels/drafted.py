@@ -10,7 +10,7 @@ width, V value width, W taps
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.decode.kernels.step_parts import l2_normalize, log_decay_of, softplus, strength_of
+from deltazoo.backends.triton.decode.kernels.step_parts import l2_normalize, log_decay_of, softplus
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
 
@@ -85,7 +85,7 @@ def drafted_operands_kernel(
             value *= softplus(raw + tl.load(dt_bias + hv).to(tl.float32))
         tl.store(v + ((token * STEPS + m) * HV + hv) * V + vs, value.to(v.dtype.element_ty), mask=in_v)
         if traits.BETA:
-            strength = strength_of(tl.load(beta + token * traits.BETA_STRIDE + m * HV + hv))
+            strength = tl.sigmoid(tl.load(beta + token * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
             tl.store(write_out + (token * STEPS + m) * HV + hv, strength)
             if traits.FEEDBACK:
                 strength *= tl.sigmoid(tl.load(feedback + h).to(tl.float32))
@@ -93,11 +93,11 @@ def drafted_operands_kernel(
         if traits.BETA_CHANNELS:
             at = (m * HV + hv) * V + vs
             raw = tl.load(write + token * traits.WRITE_STRIDE + at, mask=in_v, other=0.0)
-            tl.store(write_out + token * STEPS * HV * V + at, strength_of(raw), mask=in_v)
+            tl.store(write_out + token * STEPS * HV * V + at, tl.sigmoid(raw.to(tl.float32)), mask=in_v)
             if traits.DELTA:
                 at = (m * HV + hv) * K + ks
                 raw = tl.load(erase + token * traits.ERASE_STRIDE + at, mask=in_k, other=0.0)
-                tl.store(erase_out + token * STEPS * HV * K + at, strength_of(raw), mask=in_k)
+                tl.store(erase_out + token * STEPS * HV * K + at, tl.sigmoid(raw.to(tl.float32)), mask=in_k)
 
     if traits.DECAY and not traits.FIXED:
         log_decay, _ = log_decay_of(decay + token * traits.DECAY_STRIDE, A_log, dt_bias, hv, ks, in_k, traits)

@@ -23,7 +23,6 @@ from deltazoo.backends.triton.decode.kernels.step_parts import (
     load_head,
     log_decay_of,
     norm_and_gate,
-    strength_of,
 )
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 from deltazoo.backends.triton.device.step_size import step_size
@@ -152,10 +151,10 @@ def fused_step_kernel(
         strength = tl.full((), 1.0, tl.float32)
         erase_key = k
         if traits.BETA:
-            strength = strength_of(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv))
+            strength = tl.sigmoid(tl.load(beta + row * traits.BETA_STRIDE + m * HV + hv).to(tl.float32))
         if traits.BETA_CHANNELS:
             at_erase = erase + row * traits.ERASE_STRIDE + (m * HV + hv) * K + ks
-            erase_key *= strength_of(tl.load(at_erase, mask=in_k, other=0.0))
+            erase_key *= tl.sigmoid(tl.load(at_erase, mask=in_k, other=0.0).to(tl.float32))
         if traits.REPARAM != "none":
             strength, _, _ = step_size(strength, tl.sum(k * erase_key, 0), traits.REPARAM == "efla")
         erase_strength = strength * traits.ERASE_FACTOR
@@ -196,7 +195,7 @@ def fused_step_kernel(
             u = v * writes[m]
             if traits.BETA_CHANNELS:
                 at_write = write + row * traits.WRITE_STRIDE + (m * HV + hv) * V + vs
-                u *= strength_of(tl.load(at_write, mask=in_v, other=0.0))
+                u *= tl.sigmoid(tl.load(at_write, mask=in_v, other=0.0).to(tl.float32))
             if traits.SCALE_V_BY_DT:
                 u *= dt
             S, _ = micro_step(

@@ -1,4 +1,4 @@
-"""Parts of the fused decode step: the convolution, activations, strengths, output norm and gate.
+"""Parts of the fused decode step: the convolution, activations, output norm and gate.
 
 V value width, C channels of the projection, W taps
 """
@@ -49,12 +49,6 @@ def l2_normalize(y, NORM: tl.constexpr, EPS: tl.constexpr):
     if NORM:
         y *= tl.rsqrt(tl.sum(y * y, 0) + EPS)
     return y
-
-
-@triton.jit
-def strength_of(x):
-    """Return sigmoid(x) in float32."""
-    return tl.sigmoid(x.to(tl.float32))
 
 
 @triton.jit
