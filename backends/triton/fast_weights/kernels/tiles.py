@@ -6,6 +6,8 @@ M tokens per chunk, E head width, H heads
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.chunk.kernels.portable.channel.dplr_prepare import round_operand
+
 
 @triton.jit
 def load_span(spans, n):
@@ -92,6 +94,5 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """Round float32 to the 11 bits of tf32. A product truncates, and such errors, all of one sign, add up."""
-    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # of a NaN, the addition overflows
+    """Round float32 to the nearest tf32 number. `tl.dot` truncates, and errors of one sign accumulate."""
+    return tl.where(x == x, round_operand(x, False), x)  # of a NaN, the addition overflows
