@@ -222,12 +222,12 @@ class JointMemories(nn.Module):
         """Return q, kv and the outputs of the maps of the gates, in the rows of a pack and for the shared memory."""
         q, M = self.to_q(x), self.sizes.memories
         routed, of_all = {"q": pack.tokens(q)}, {"q": q}
+        plain = [layer.weight for layer in list(self.to_kv)[:M] if is_plain_linear(layer)]
         for name, of_each in self._maps(x, joint=True).items():
             if self.sizes.one_map:
                 of_all[name] = of_each[0]()
                 routed[name] = pack.tokens(of_all[name])
                 continue
-            plain = [layer.weight for layer in list(self.to_kv)[:M] if is_plain_linear(layer)]
             if name == "kv" and len(plain) == M:
                 weight = torch.stack(plain)
                 routed[name] = grouped_linear_of_copies(x.flatten(0, 1), pack.copies, weight, pack.rows.ends)[None]
