@@ -52,8 +52,8 @@ class UpdateSpec(FrozenConfig):
         erase_key: e. "key": the write key k. "own": another operand (preconditioned delta rules).
         erase_from: R. "decayed": the state after the decay. "previous": the state before it (Comba; always for dplr).
         negative_eigenvalues: "off"; "both" doubles erase and write; "erase" doubles the erase only. In bf16 rounding
-            of a unit key moves an eigenvalue of -1 by about 1e-3, so that a state without decay grows if one key with
-            beta = 1 is repeated for more than 10,000 tokens.
+            of a unit key moves an eigenvalue of -1 by about 1e-3: without decay the state may grow by 0.1 % with each
+            token while one key with beta = 1 is repeated.
         reparam: integrator of dS/dt = -k k^T S + k v^T over a step of size beta. "none": explicit Euler. "efla":
             exact. "longhorn": implicit Euler.
         householders: number of steps per token.

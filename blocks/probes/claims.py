@@ -46,7 +46,7 @@ class Claim(NamedTuple):
 
 
 # Heads of 32 channels whatever the width, as in the source.
-_PUBLISHED = "gate=false,conv_width=0,key_width=32,value_width=32"
+_PUBLISHED_SIZES = "gate=false,conv_width=0,key_width=32,value_width=32"
 _NEGATIVE_GDN = "gated_deltanet(negative_eigenvalues=both)"
 CLAIMS = {
     "negative-eigenvalues": Claim(
@@ -172,10 +172,10 @@ CLAIMS = {
         "S3 at 512 tokens; with one step, or eigenvalues in [0, 1], it does not.",
         "Siems 2025, arXiv 2502.10297, section 5.1; automl/DeltaProduct",
         ("s3_published",),
-        (f"deltaproduct({_PUBLISHED})",),
+        (f"deltaproduct({_PUBLISHED_SIZES})",),
         (
-            f"deltaproduct({_PUBLISHED},householders=1)",
-            f"deltaproduct({_PUBLISHED},negative_eigenvalues=off)",
+            f"deltaproduct({_PUBLISHED_SIZES},householders=1)",
+            f"deltaproduct({_PUBLISHED_SIZES},negative_eigenvalues=off)",
         ),
         solved=True,
         difference="new sequences in every step, in place of 100 epochs of 100,000; float32 weights with products in "

@@ -96,9 +96,9 @@ class Run(BaseModel):
 def has_settings(run: Run, task: Task) -> bool:
     """Whether a run was made with these settings. A field that is newer than the run had its default.
 
-    The list of rates is not compared: a run depends on its own rate alone, so a task may get another.
+    The task may have got more rates since then, because a run depends on its own rate alone.
     """
-    return type(task).model_validate({**run.settings, "rates": task.rates}) == task
+    return run.rate in task.rates and type(task).model_validate({**run.settings, "rates": task.rates}) == task
 
 
 class Cell(NamedTuple):

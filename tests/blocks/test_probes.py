@@ -225,10 +225,11 @@ def test_a_file_with_other_settings_is_refused(tmp_path):
         probe([(["deltanet"], [TINY])], tmp_path, config)
 
 
-def test_a_task_with_another_rate_continues_its_file():
+def test_a_task_may_get_more_rates_but_not_lose_the_rate_of_a_run():
     older = task("parity").model_copy(update={"rates": (1e-3,)})
-    run = records.packaged()[0].model_copy(update={"settings": older.model_dump(mode="json")})
+    run = records.packaged()[0].model_copy(update={"rate": 1e-3, "settings": older.model_dump(mode="json")})
     assert records.has_settings(run, task("parity"))
+    assert not records.has_settings(run.model_copy(update={"rate": 2e-3}), task("parity"))
 
 
 @pytest.fixture(scope="module")
