@@ -193,8 +193,9 @@ CLAIMS = {
             "parity_curriculum": {"mamba3": 100, _NEGATIVE_GDN: 100, "mamba2": 0.90},
             "arithmetic_curriculum": {"mamba3": 98.51, _NEGATIVE_GDN: 99.25, "mamba2": 47.81},
         },
-        difference="the curriculum begins at 3 tokens, in place of lengths from 3 up to 40; every prefix has an "
-        "answer, and those of the last half of 256 tokens are scored; four rates or three of the source's eight.",
+        difference="every prefix has an answer, so that training begins with the answers of the first 40 tokens, and "
+        "those of the last half of 256 are scored; the length grows in the first half of the steps, which the source "
+        "does not state; four rates or three of its eight.",
     ),
 }
 
