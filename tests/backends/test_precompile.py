@@ -1,9 +1,13 @@
 """Precompiling: torch.compile compiles, while it traces, exactly the kernels that are launched later."""
 
+import contextlib
+import threading
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+import triton
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -154,9 +158,26 @@ def test_unbacked_size_is_not_traced(monkeypatch, traced):
     assert not precompile._pool.traced
 
 
+def test_a_thread_that_compiles_a_kernel_compiles_its_launcher(monkeypatch):
+    launchers = []
+    active = SimpleNamespace(launcher_cls=lambda src, metadata: launchers.append((src, metadata)))
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    precompile._compile(torch.device("cuda", 0), lambda: SimpleNamespace(src="source", metadata="metadata"))
+    assert launchers == [("source", "metadata")]
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
+def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch, tmp_path):
+    def watched_build(name, *arguments):
+        built.append((name, threading.current_thread().name))
+        return build(name, *arguments)
+
+    built = []
+    build = triton.runtime.build._build
+    monkeypatch.setattr(triton.runtime.build, "_build", watched_build)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(precompile, "_pool", precompile._Pool())
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher._compiled", {})
     launched = []
@@ -174,6 +195,7 @@ def test_compiled_layer_launches_only_precompiled_kernels(monkeypatch):
     assert len(launched) >= 5
     assert set(launched) <= set(precompile._pool.kernels)
     assert all(done.result() is None for done in precompile._pool.kernels.values())
+    assert all(thread.startswith("deltazoo-compile") for name, thread in built if name == "__triton_launcher")
 
 
 @needs_triton
