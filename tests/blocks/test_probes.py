@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,6 +331,19 @@ def test_models_of_a_spec_share_compiled_layers():
     assert [method.__func__ for _, method in first.forwards] == [method.__func__ for _, method in second.forwards]
     assert [module for module, _ in second.forwards] == [*models[1].stack.layers, models[1].stack.norm]
     assert all(method.__self__ is module for module, method in second.forwards)
+
+
+def test_layers_compile_for_a_task_whose_head_reads_several_answers_from_a_vector():
+    each = TASKS["compression"]
+    model = probe_stack("deltanet", each).build()
+    Decoder.replace_head(model, each)
+    trainer = Trainer(model, each, 1e-3, 0)
+    trainer.compiled = SimpleNamespace(active=nullcontext)  # which would take long on a CPU
+    gradients = []
+    model.stack.layers[0].register_full_backward_hook(lambda layer, inputs, outputs: gradients.append(outputs))
+    trainer.compile()
+    assert gradients
+    assert all(weight.grad is None for weight in model.parameters())
 
 
 @pytest.mark.cuda
