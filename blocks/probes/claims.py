@@ -135,6 +135,18 @@ CLAIMS = {
         stable=True,
         also=("efla(key_norm=true)", "deltanet"),
     ),
+    "robust-digits": Claim(
+        "EFLA reads digits whose pixels are disturbed",
+        "Trained on handwritten digits, pixel by pixel, EFLA reads digits with dropped, scaled and noisy pixels better "
+        "than DeltaNet.",
+        "Lei 2025, arXiv 2512.12602, robustness",
+        ("digits_dropped", "digits_scaled", "digits_noisy"),
+        ("efla",),
+        ("deltanet",),
+        also=("s4d", "attention"),
+        difference="images of 8 x 8 pixels with a token for each of 17 greys, in place of 28 x 28 real numbers: a "
+        "scaled pixel is another token.",
+    ),
     "mixture-of-memories": Claim(
         "A mixture of memories recalls more with the same active state",
         "With four memories, of which each token uses one, MoM recalls more pairs than Gated DeltaNet, whose state has "
@@ -212,7 +224,7 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
 
     The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved. Nothing
     is decided if neither is 5 points above chance, if a mixer that should solve the task has not learned it at the
-    shortest length, or if their seeds overlap where the means are compared.
+    shortest length, or where the means are compared, if their seeds overlap or each has one seed.
     """
     found = cells(runs)
     compared = *claim.better, *claim.worse
@@ -231,7 +243,8 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     overlap = vary and min(ours) <= max(theirs) and min(theirs) <= max(ours)
     trained = max(run.trained for run in found[task, low].runs)
     untrained = claim.solved and not holds and trained < _REACHED
-    if not learned or untrained or (overlap and not claim.solved):
+    single = len(ours) == len(theirs) == 1
+    if not learned or untrained or ((overlap or single) and not claim.solved):
         holds = None
     sentences = [
         f"On {task} the claim {'is ' * (holds is None)}{_HOLDS[holds]} in these settings: by the {score}, the "
@@ -244,6 +257,8 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
         sentences.append(
             f"`{low}` has not learned the task: the best seed has {100 * trained:.1f} % at the shortest length."
         )
+    elif holds is None and single:
+        sentences.append("Each of them has one seed.")
     elif holds is None:
         sentences.append(
             f"The seeds overlap: `{low}` has {100 * min(ours):.1f} to {100 * max(ours):.1f} %, `{high}` "

@@ -103,7 +103,7 @@ def _sections(runs: Sequence[Run]) -> list[_Section]:
     if on_gpu:
         sections.append(_Section("Other mixers on a GPU, shortened settings", "", _scores(on_gpu)))
     for heading, tasks in table.GROUPS.items():
-        group = [run for run in runs if run.task in tasks]
+        group = table.of_group(runs, tasks)
         if group:
             sections.append(_Section(heading, "", _scores(group)))
             shown += group

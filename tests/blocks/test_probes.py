@@ -284,10 +284,13 @@ def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     overlapping = claims.verdict(claim, "parity", [*finished, seed])
     assert overlapping.holds is None
     assert overlapping.sentences[1:] == ["The seeds overlap: `better` has 70.0 to 90.0 %, `worse` 50.0 to 72.0 %."]
+    single = claims.verdict(claim, "parity", [finished[0], finished[-1]])
+    assert single.holds is None
+    assert single.sentences[1:] == ["Each of them has one seed."]
     at_chance = [run.model_copy(update={"accuracy": {40: 0.5, 256: 0.5}}) for run in finished]
     assert claims.verdict(claim, "parity", at_chance).holds is None
     assert claims.verdict(claim, "parity", at_chance).sentences[1:] == ["Neither of them has learned the task."]
-    solved = [run.model_copy(update={"accuracy": {40: 1.0, 256: 1.0}}) for run in finished]
+    solved = [run.model_copy(update={"accuracy": {40: 1.0, 256: 1.0}}) for run in [*finished, seed]]
     assert claims.verdict(claim, "parity", solved).holds is False
     assert claims.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
 
@@ -320,6 +323,11 @@ def test_the_table_names_mixers_and_tasks_that_exist(finished):
     assert table.of_short_rows([*runs, on_cpu, on_gpu]) == ([on_cpu], [on_gpu])
     for short in ([on_cpu], [on_gpu], [on_cpu, on_gpu]):
         assert table.missing([*runs, *short]) == len(table.wanted()) - 2
+    reversed_rows = [
+        run.model_copy(update={"mixer": mixer}) for run in runs[:1] for mixer in ("lru", "s4d", "deltanet")
+    ]
+    group = table.of_group([*reversed_rows, on_cpu], [runs[0].task])
+    assert [run.mixer for run in group] == ["deltanet", "s4d", "lru"]
     built_in = {each for each in registry.names(registry.MIXERS) if registry.is_built_in(registry.MIXERS, each)}
     assert {*table.MIXERS, *table.others()} >= built_in
 
