@@ -161,7 +161,11 @@ class ModelBenchmark(BaseModel):
         )
         parameters = {_label(row.implementation): row.parameters for row in self.rows if row.parameters is not None}
         notes = [(name, f"{count:,} parameters") for name, count in parameters.items()] + notes
-        widths = [12, max(len(_PHASES[direction]) for direction in self.flops), *(7 for _ in legend)]
+        widths = [
+            12,
+            max(len(_PHASES[direction]) for direction in self.flops),
+            *(11 if title == "20-80 %" else 6 for title, _ in legend),
+        ]
         return Table(columns, rows, notes, legend, widths)
 
     def markdown(self) -> str:
@@ -176,10 +180,15 @@ class ModelBenchmark(BaseModel):
             f"{row.tokens_per_second:,.0f}",
             three_digits(row.median_ms),
             f"{three_digits(row.low_ms)}-{three_digits(row.high_ms)}",
-            *(f"{100 * x / self.peak_tflops:.1f}" if self.peak_tflops else three_digits(1e3 * x) for x in speeds),
+            *(f"{100 * x / self.peak_tflops:.1f}" if self.peak_tflops else _gflops(x) for x in speeds),
             *([] if row.peak_gib is None else [f"{row.peak_gib:.1f}"]),
             "" if row.first_call_s is None else f"{row.first_call_s:.2f}",
         ]
+
+
+def _gflops(tflops: float) -> str:
+    """Format a speed in GFLOP/s, so that that of a tiny model is not too wide for the table."""
+    return three_digits(round(1e3 * tflops, 3))
 
 
 def _label(name: str) -> str:

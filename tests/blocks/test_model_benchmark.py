@@ -149,6 +149,8 @@ def test_rows_have_the_speeds_and_the_reasons(eager):
     peak = result.model_copy(update={"peak_tflops": 2 * ours[0].tflops_all})
     assert float(peak.table().rows[0][6]) == 50.0  # per cent of the peak
     assert "| deltazoo (reference) | training |" in result.markdown()
+    slow = ours[0].model_copy(update={"tflops_by_parameters": 2.34567e-7, "tflops_all": 9.87654e-7})
+    assert result.model_copy(update={"rows": [slow]}).table().rows[0][5:7] == ["0", "0.001"]  # GFLOP/s
 
 
 def test_layers_and_decoding_step_are_compiled(monkeypatch):

@@ -343,7 +343,7 @@ def test_models_of_a_spec_share_compiled_layers():
 
 def test_layers_compile_for_a_task_whose_head_reads_several_answers_from_a_vector():
     each = TASKS["compression"]
-    model = probe_stack("deltanet", each).build()
+    model = probe_stack("attention", each).build()
     Decoder.replace_head(model, each)
     trainer = Trainer(model, each, 1e-3, 0)
     trainer.compiled = SimpleNamespace(active=nullcontext)  # which would take long on a CPU
