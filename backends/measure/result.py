@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.measure.environment import Environment
 from deltazoo.backends.measure.shapes import SHAPES, Shape
-from deltazoo.backends.measure.table import Note, Table, group, partial_line, three_digits
+from deltazoo.backends.measure.table import Note, Table, group, partial_line, spread, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.update.spec import UpdateSpec
@@ -82,7 +82,7 @@ class Row(BaseModel):
         assert self.median_ms is not None and self.low_ms is not None and self.high_ms is not None
         return [
             three_digits(self.median_ms),
-            f"{three_digits(self.low_ms)}-{three_digits(self.high_ms)}",
+            spread(self.low_ms, self.median_ms, self.high_ms),
             "" if self.ratio is None else f"{self.ratio:.2f}",
             "" if self.error is None else f"{self.error:.1e}",
             "" if self.peak_mib is None else f"{self.peak_mib:.0f}",
@@ -148,8 +148,8 @@ class Benchmark(BaseModel):
         """Return a table with a row per backend and case."""
         is_cuda = self.config.device.startswith("cuda")
         figures = [  # title, meaning, usual width, whether it is measured
-            ("ms", "median", 5, True),
-            ("20-80 %", "percentiles, ms", 11, True),
+            ("ms", "median", 6, True),
+            ("20-80 %", "percentiles, %", 9, True),
             ("ratio", f"time of {self.baseline} / time", 5, True),
             ("error", "relative RMS error against float64", 7, self.config.errors),
             ("MiB", "peak memory of a call", 5, is_cuda),

@@ -81,3 +81,8 @@ def partial_line(measured: int, missing: int) -> str:
 def three_digits(x: float) -> str:
     """Format a figure with three digits, or more if it is large, without an exponent."""
     return f"{x:.0f}" if x >= 1000 else f"{x:.3g}"
+
+
+def spread(low: float, median: float, high: float) -> str:
+    """Format percentiles by their distances from the median in per cent, such as "-2 +13"."""
+    return f"{100 * (low / median - 1):+.0f} {100 * (high / median - 1):+.0f}"

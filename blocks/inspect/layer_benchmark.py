@@ -14,7 +14,7 @@ from deltazoo.backends.io.errors import ConfigError, DeltazooError
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.table import Note, Table, group, partial_line, three_digits
+from deltazoo.backends.measure.table import Note, Table, group, partial_line, spread, three_digits
 from deltazoo.backends.measure.timing import (
     MIN_ROUNDS,
     failure_reason,
@@ -145,7 +145,7 @@ class LayerBenchmark(BaseModel):
         is_cuda = self.config.device.startswith("cuda")
         legend = [
             ("ms", "median of a call", True),
-            ("20-80 %", "percentiles, ms", True),
+            ("20-80 %", "percentiles, %", True),
             ("ratio", "fla's median divided by ours", self.config.peer is not None),
             ("x floor", "decoding: median divided by the time to read and write weights, caches and states", is_cuda),
             ("MiB", "peak memory of a call", is_cuda),
@@ -162,7 +162,7 @@ class LayerBenchmark(BaseModel):
             (Note(row.library, (row.layer, row.direction), reason) for row in self.rows for reason in row.refused),
             places,
         )
-        widths = [max(map(len, self.layers)), 8, 9, *(11 if title == "20-80 %" else 7 for title, _ in shown)]
+        widths = [max(map(len, self.layers)), 8, 9, *(9 if title == "20-80 %" else 6 for title, _ in shown)]
         return Table(columns, rows, [*self._parameters(), *notes], shown, widths)
 
     def markdown(self) -> str:
@@ -173,7 +173,7 @@ class LayerBenchmark(BaseModel):
         assert row.median_ms is not None and row.low_ms is not None and row.high_ms is not None
         return [
             three_digits(row.median_ms),
-            f"{three_digits(row.low_ms)}-{three_digits(row.high_ms)}",
+            spread(row.low_ms, row.median_ms, row.high_ms),
             "" if row.ratio is None else f"{row.ratio:.2f}",
             "" if row.floor_ms is None else f"{row.median_ms / row.floor_ms:.2f}",
             "" if row.peak_mib is None else f"{row.peak_mib:,.0f}",

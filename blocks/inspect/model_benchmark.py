@@ -14,7 +14,7 @@ from deltazoo.backends.io.errors import ConfigError, DeltazooError, UnknownNameE
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.io.progress import Progress, silent
 from deltazoo.backends.measure.environment import Environment, environment
-from deltazoo.backends.measure.table import Note, Table, group, partial_line, three_digits
+from deltazoo.backends.measure.table import Note, Table, group, partial_line, spread, three_digits
 from deltazoo.backends.measure.timing import MIN_ROUNDS, failure_reason, peak_bytes, time_alone, time_once
 from deltazoo.backends.measure.workload import DIRECTIONS, Direction
 from deltazoo.backends.torch_ext.cuda_graph import Call
@@ -141,7 +141,7 @@ class ModelBenchmark(BaseModel):
         legend = [
             ("tokens/s", "of the batch"),
             ("ms", f"median of a call, decoding {DECODED} tokens per sequence"),
-            ("20-80 %", "percentiles, ms"),
+            ("20-80 %", "percentiles, %"),
             (titles[0], f"{share} by 6 FLOPs per parameter and trained token, 2 per token without a backward pass"),
             (titles[1], f"{share} with recurrences and attention"),
             ("GiB", "peak memory"),
@@ -179,7 +179,7 @@ class ModelBenchmark(BaseModel):
         return [
             f"{row.tokens_per_second:,.0f}",
             three_digits(row.median_ms),
-            f"{three_digits(row.low_ms)}-{three_digits(row.high_ms)}",
+            spread(row.low_ms, row.median_ms, row.high_ms),
             *(f"{100 * x / self.peak_tflops:.1f}" if self.peak_tflops else _gflops(x) for x in speeds),
             *([] if row.peak_gib is None else [f"{row.peak_gib:.1f}"]),
             "" if row.first_call_s is None else f"{row.first_call_s:.2f}",

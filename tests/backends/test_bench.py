@@ -11,6 +11,7 @@ from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.measure.benchmark import BenchConfig, Benchmark, bench
 from deltazoo.backends.measure.compare import Earlier, read_earlier
 from deltazoo.backends.measure.shapes import TINY, Shape
+from deltazoo.backends.measure.table import spread
 from deltazoo.backends.measure.timing import MAX_LEAD, time_interleaved
 from deltazoo.backends.update.base import Backend, UpdateOutput
 from deltazoo.backends.update.reference import ReferenceBackend
@@ -54,6 +55,11 @@ class Nan(ReferenceBackend):
 
     def forward(self, spec, inputs):
         return UpdateOutput(*(x * float("nan") for x in super().forward(spec, inputs)))
+
+
+def test_percentiles_are_printed_by_their_distance_from_the_median():
+    assert spread(0.0979, 0.1, 0.3) == "-2 +200"
+    assert spread(5.0, 5.0, 5.0) == "+0 +0"
 
 
 def test_ratio_is_the_median_of_the_baseline_over_that_of_the_row():
