@@ -6,7 +6,7 @@ from typing import NamedTuple
 from deltazoo.backends.io.markdown_text import wrap_prose
 from deltazoo.backends.measure.table import Table
 from deltazoo.blocks.probes import table
-from deltazoo.blocks.probes.claims import CLAIMS, Claim, outcome, verdict
+from deltazoo.blocks.probes.claims import CLAIMS, Claim
 from deltazoo.blocks.probes.records import Run, cells
 from deltazoo.blocks.probes.report import (
     capacity_table,
@@ -18,11 +18,14 @@ from deltazoo.blocks.probes.report import (
     task_line,
 )
 from deltazoo.blocks.probes.tasks import task as task_of
+from deltazoo.blocks.probes.verdicts import outcome, verdict
 
 _FOLDER = "blocks/probes/results"
 _CELL = (
-    "A cell is the accuracy in percent at the longest sequences of the task: the mean over the seeds at the best "
-    "learning rate, and in parentheses the lowest and the highest seed. A cell without parentheses has one seed. "
+    "A cell is the accuracy in percent on the longest sequences of the task, up to 16 times as long as those of the "
+    "training: the mean over the seeds at the best learning rate, and in parentheses the lowest and the highest seed. "
+    "A cell without parentheses has one seed. A low figure means that the model has not learned the task, or that it "
+    "does not extrapolate; the curves below tell which. "
 )
 
 
@@ -48,7 +51,8 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
     others = ["text"] if text else []
     paragraphs = [
         f"Small models of each mixer, trained on synthetic tasks. {_CELL}Each mixer has its default fields: GLA, for "
-        f"instance, has no short convolution.",
+        f"instance, has no short convolution, attention has rotary embeddings, and DeltaProduct has eigenvalues in "
+        f"[-1, 1]. Parameters and states of the mixers differ.",
         "Claims of papers, checked in these settings:",
         "\n".join(
             f"- [{claim.title}]({name}.md): {outcome(claim, runs)}" if name in begun else f"- {claim.title}: not run"
@@ -74,8 +78,9 @@ def page(name: str, runs: Sequence[Run]) -> str:
     paragraphs = [
         f"{claim.sentence} Source: {claim.source}.",
         *(sentence for task in claim.tasks for sentence in verdict(claim, task, used).sentences),
-        *dict.fromkeys(f"Published for this task: {task_of(task).published}." for task in claim.tasks),
+        *([f"The source reports: {claim.reported}"] if claim.reported else []),
         *([f"The runs differ from the source's: {claim.difference}"] if claim.difference else []),
+        *([claim.remark] if claim.remark else []),
     ]
     sections = [_Section("", "", run_table(used))]
     if claim.published:
@@ -97,7 +102,10 @@ def _sections(runs: Sequence[Run]) -> list[_Section]:
     )
     sections = [_Section("The table", absent if empty else "", _scores(main))]
     shown = [*main, *on_cpu, *on_gpu]
-    small = "Small models, one learning rate and one seed, on a CPU: the sizes of `make test-evidence`."
+    small = (
+        "Small models, one learning rate and one seed, on a CPU: the sizes of `make test-evidence`. A task is run on a "
+        "CPU or on a GPU: the other table has the cells that are empty in this one."
+    )
     if on_cpu:
         sections.append(_Section("Other mixers on a CPU, small sizes", small, _scores(on_cpu)))
     if on_gpu:
@@ -114,7 +122,8 @@ def _sections(runs: Sequence[Run]) -> list[_Section]:
     claimed = {(task, mixer) for claim in CLAIMS.values() for task in claim.tasks for mixer in claim.mixers}
     used = {(run.task, run.mixer) for run in [*shown, *capacity]} | claimed
     rest = [run for run in runs if (run.task, run.mixer) not in used and run.task != "text"]
-    return [*sections, *([_Section("Other runs", "", run_table(rest))] if rest else [])]
+    about = "Runs of other settings and mixers, which no table above uses. Most have one seed."
+    return [*sections, *([_Section("Other runs", about, run_table(rest))] if rest else [])]
 
 
 def _scores(runs: Sequence[Run]) -> Table:
@@ -129,9 +138,11 @@ def _published(claim: Claim, runs: Sequence[Run]) -> Table:
         chance = task_of(task).chance
         for mixer, figure in figures.items():
             cell = found.get((task, mixer))
-            ours = ["", ""] if cell is None else [_scaled(cell.score, chance), _scaled(cell.best, chance)]
+            ours = ["", "", ""]
+            if cell is not None:
+                ours = [str(len(cell.runs)), _scaled(cell.score, chance), _scaled(cell.best, chance)]
             rows.append([task, mixer, f"{figure:.2f}", *ours])
-    return Table(["task", "mixer", ">published", ">here, mean", ">here, best seed"], rows)
+    return Table(["task", "mixer", ">published", ">seeds here", ">mean", ">best seed"], rows)
 
 
 def _scaled(accuracy: float, chance: float) -> str:
@@ -162,8 +173,11 @@ def _page(
     settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
     how = wrap_prose(
         "The learning rate is the best of the task's rates with seed 0, by the mean accuracy over the lengths. A run "
-        "ends early if it solves the task at every length, and so does the search for the rate. The runs, with every "
-        "rate and their curves, are in "
+        "ends early if it solves the task at every length, and so does the search for the rate. The sequences that "
+        "choose the rate are those that are reported; where seed 0 has learned nothing at any rate, the choice is "
+        "noise. The optimizer is AdamW with betas of 0.9 and 0.95 and gradients clipped to a norm of 1; the rate rises "
+        "for 5 % of the steps and falls to 0 as a cosine. Runs shared a GPU, so that seconds compare only roughly. The "
+        "runs, with every rate and their curves, are in "
         f"`{_FOLDER}/runs.jsonl`. They were made on:"
     )
     made = "\n".join(wrap_prose(f"- {line}") for line in environments(runs))

@@ -76,8 +76,8 @@ class Run(BaseModel):
 
     @property
     def trained(self) -> float:
-        """The accuracy at the shortest length, that of the training."""
-        return self.accuracy[min(self.accuracy)]
+        """The accuracy at the training length, or at the shortest one if that was not evaluated."""
+        return self.accuracy.get(self.settings["length"], self.accuracy[min(self.accuracy)])
 
     @property
     def is_solved(self) -> bool:

@@ -11,6 +11,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.output_path import output_path
 from deltazoo.backends.measure.table import Table
 from deltazoo.blocks.inspect.figure import new_figure
+from deltazoo.blocks.probes.prefix_task import PrefixTask
 from deltazoo.blocks.probes.records import Cell, Run, cells
 from deltazoo.blocks.probes.tasks import task as task_of
 
@@ -21,6 +22,7 @@ _DPI = 150
 _COLUMNS = 3  # of curves in a figure
 _LABEL = 30  # characters of a line of a label
 _RECALLED = 0.9
+_MEMORY = (">state, bytes in float32", ">cache, bytes per token")
 _DARK = 0.6  # scores below it have dark cells
 
 
@@ -51,8 +53,9 @@ def score_table(runs: Sequence[Run]) -> Table:
 
 
 def run_table(runs: Sequence[Run]) -> Table:
-    """Return a row per task and mixer at its best rate: the score, rate, seeds, steps and seconds."""
-    columns = ["task", "mixer", ">accuracy, %", ">rate", ">seeds", ">steps", ">s per run", ">state, bytes"]
+    """Return a row per task and mixer at its best rate: accuracies, rate, seeds, steps, seconds and sizes."""
+    columns = ["task", "mixer", ">accuracy, %", ">at the training length", ">learning rate", ">seeds", ">steps"]
+    columns += [">s per run", ">parameters", *_MEMORY]
     rows = []
     for (task, mixer), cell in cells(runs).items():
         steps = sorted(run.steps for run in cell.runs)
@@ -61,11 +64,14 @@ def run_table(runs: Sequence[Run]) -> Table:
         first = cell.runs[0]
         figures = [
             cell.text(),
+            f"{100 * fmean(run.trained for run in cell.runs):.1f}",
             f"{cell.rate:g}",
             str(len(cell.runs)),
             taken,
             f"{seconds:.1f}",
+            f"{first.parameters:,}",
             f"{first.state_bytes:,}",
+            f"{first.cache_bytes:,}",
         ]
         rows.append([task, mixer, *figures])
     return Table(columns, rows)
@@ -74,7 +80,7 @@ def run_table(runs: Sequence[Run]) -> Table:
 def capacity_table(runs: Sequence[Run]) -> Table:
     """Return a row per mixer: its state, the most pairs with a recall of 90 %, and the recall for each number."""
     lengths = sorted(runs[0].accuracy)
-    columns = ["mixer", ">state, bytes", ">cache, bytes per token", ">pairs at 90 %", *(f">{n // 4}" for n in lengths)]
+    columns = ["mixer", *_MEMORY, ">most pairs with recall of 90 %", *(f">{n // 4}" for n in lengths)]
     rows = []
     for cell in cells(runs).values():
         means = [fmean(run.accuracy[length] for run in cell.runs) for length in lengths]
@@ -88,7 +94,8 @@ def capacity_table(runs: Sequence[Run]) -> Table:
 def position_table(runs: Sequence[Run]) -> Table:
     """Return a row per mixer: the mean bits per byte at its best rate, in the second half of each length."""
     lengths = sorted(runs[0].bits)
-    columns = ["mixer", ">rate", ">seeds", ">parameters", ">s per run", *(f">{n // 2:,}-{n:,}" for n in lengths)]
+    columns = ["mixer", ">learning rate", ">seeds", ">parameters", ">s per run"]
+    columns += [f">{n // 2:,}-{n:,}" for n in lengths]
     rows = []
     for cell in cells(runs).values():
         bits = [fmean(run.bits[length] for run in cell.runs) for length in lengths]
@@ -100,12 +107,15 @@ def position_table(runs: Sequence[Run]) -> Table:
 
 def task_line(name: str) -> str:
     """Describe the settings and the score of a task in a sentence."""
-    task = task_of(name)
+    task, length = task_of(name), max(task_of(name).lengths)
+    place = "in the second half of" if isinstance(task, PrefixTask) else "of"
+    layers = f"{task.depth} layer{'s' * (task.depth > 1)} of width {task.width} with {task.heads} heads"
+    count = max(1, task.evaluation_tokens // length)
     return (
-        f"{task.about}; accuracy at {max(task.lengths):,} tokens in percent, of "
-        f"{max(1, task.evaluation_tokens // max(task.lengths)):,} sequences, mean over seeds (lowest to highest), "
-        f"chance {100 * task.chance:.1f}; trained at {task.length:,} tokens, {task.steps:,} steps of {task.batch}, "
-        f"{task.depth} x {task.width}, heads {task.heads}, best of the rates {', '.join(f'{x:g}' for x in task.rates)}"
+        f"{task.about}; accuracy {place} {count:,} sequences of {length:,} tokens in percent, "
+        f"mean over seeds (lowest to highest), a guess {100 * task.chance:.1f}; trained on {task.length:,} "
+        f"tokens, {task.steps:,} steps with batch size {task.batch}; {layers}; best of the learning rates "
+        f"{', '.join(f'{x:g}' for x in task.rates)}"
     )
 
 

@@ -72,7 +72,7 @@ class Task(FrozenConfig, ABC):
     @property
     @abstractmethod
     def chance(self) -> float:
-        """Accuracy of the best answer that ignores the sequence."""
+        """Accuracy of a guess among the possible answers; in recall of pairs, among the values of the sequence."""
 
     @property
     def decoded(self) -> int:

@@ -16,7 +16,7 @@ from deltazoo.backends.io.errors import ConfigError, UnknownNameError
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.backends.update import registry
 from deltazoo.blocks.model.compilation import CompiledLayers
-from deltazoo.blocks.probes import claims, pages, records, report, runner, table
+from deltazoo.blocks.probes import claims, pages, records, report, runner, table, verdicts
 from deltazoo.blocks.probes.model import Decoder, probe_stack
 from deltazoo.blocks.probes.progress import CellInProgress
 from deltazoo.blocks.probes.runner import ProbeConfig, probe
@@ -265,43 +265,62 @@ def test_the_rate_is_not_chosen_by_noise_at_the_longest_length(finished):
     assert records.cells([learned, lucky])["parity", "better"].rate == learned.rate
 
 
+def with_accuracy(runs, trained, score=None):
+    return [
+        run.model_copy(update={"accuracy": {40: trained, 256: run.score if score is None else score}}) for run in runs
+    ]
+
+
 def test_a_verdict_compares_the_lowest_with_the_highest(finished):
     claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",))
-    assert claims.verdict(claim, "parity", finished).holds is True
-    assert claims.verdict(claim._replace(solved=True), "parity", finished).holds is False
+    assert verdicts.verdict(claim, "parity", finished).holds is True
+    assert verdicts.verdict(claim._replace(solved=True), "parity", finished).holds is False
     solved = finished[2].model_copy(update={"accuracy": {40: 1.0, 256: 0.995}, "seed": 3})
-    assert claims.verdict(claim._replace(solved=True), "parity", [*finished, solved]).holds is True
-    assert claims.verdict(claim._replace(better=("worse",), worse=("better",)), "parity", finished).holds is False
-    undecided = claims.verdict(claim, "parity", finished[:-1])
+    assert verdicts.verdict(claim._replace(solved=True), "parity", [*finished, solved]).holds is True
+    assert verdicts.verdict(claim._replace(better=("worse",), worse=("better",)), "parity", finished).holds is False
+    undecided = verdicts.verdict(claim, "parity", finished[:-1])
     assert undecided.holds is None
     assert undecided.sentences == ["Not decided: there is no finished run on parity of `worse`."]
-    assert claims.outcome(claim, finished) == "holds"
-    untrained = [run.model_copy(update={"accuracy": {40: 0.9, 256: run.score}}) for run in finished]
-    early = claims.verdict(claim._replace(solved=True), "parity", untrained)
-    assert early.holds is None
-    assert early.sentences[1] == "`better` has not learned the task: the best seed has 90.0 % at the shortest length."
-    seed = finished[-1].model_copy(update={"seed": 1, "accuracy": {40: 1.0, 256: 0.72}})
-    overlapping = claims.verdict(claim, "parity", [*finished, seed])
-    assert overlapping.holds is None
-    assert overlapping.sentences[1:] == ["The seeds overlap: `better` has 70.0 to 90.0 %, `worse` 50.0 to 72.0 %."]
-    single = claims.verdict(claim, "parity", [finished[0], finished[-1]])
-    assert single.holds is None
-    assert single.sentences[1:] == ["Each of them has one seed."]
-    at_chance = [run.model_copy(update={"accuracy": {40: 0.5, 256: 0.5}}) for run in finished]
-    assert claims.verdict(claim, "parity", at_chance).holds is None
-    assert claims.verdict(claim, "parity", at_chance).sentences[1:] == ["Neither of them has learned the task."]
-    solved = [run.model_copy(update={"accuracy": {40: 1.0, 256: 1.0}}) for run in [*finished, seed]]
-    assert claims.verdict(claim, "parity", solved).holds is False
-    assert claims.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
+    assert verdicts.outcome(claim, finished) == "holds"
+    assert verdicts.outcome(claim._replace(tasks=("parity", "s3")), finished) == "holds on parity, not decided on s3"
 
 
-def test_a_claim_about_stability_counts_the_runs_of_all_rates_that_diverged(finished):
+def test_a_verdict_names_what_leaves_a_claim_undecided(finished):
+    claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",))
+    better, worse = finished[1:-1], finished[-1:]
+
+    def undecided(claim, runs):
+        found = verdicts.verdict(claim, "parity", runs)
+        assert found.holds is None
+        return found.sentences[1]
+
+    trained = "has not learned the task well enough: at the training length its seeds have"
+    early = undecided(claim._replace(solved=True), with_accuracy(finished, 0.9))
+    assert early == f"`better` {trained} 90.0, 90.0, 90.0 %."
+    one_failed = [*better[:2], *with_accuracy(better[2:], 0.6, 0.2), *worse]
+    assert (
+        undecided(claim, [*one_failed, *with_accuracy(worse, 1.0, 0.6)]) == f"`better` {trained} 100.0, 100.0, 60.0 %."
+    )
+    extrapolation = claim._replace(learned=True)
+    assert undecided(extrapolation, [*better, *with_accuracy(worse, 0.6)]) == f"`worse` {trained} 60.0 %."
+    assert verdicts.verdict(claim, "parity", [*better, *with_accuracy(worse, 0.6)]).holds is True
+    seed = worse[0].model_copy(update={"seed": 1, "accuracy": {40: 1.0, 256: 0.72}})
+    overlap = "The seeds overlap: `better` has 70.0 to 90.0 %, `worse` 50.0 to 72.0 %."
+    assert undecided(claim, [*finished, seed]) == overlap
+    assert undecided(claim, [finished[0], *worse]) == "Each of them has one seed."
+    equal = with_accuracy([*better, *worse, seed], 1.0, 1.0)
+    assert undecided(claim, equal) == "The task does not separate them: `worse` has 100.0 %."
+
+
+def test_a_claim_about_stability_counts_runs_at_the_same_rates_and_seeds(finished):
     claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",), stable=True)
-    assert claims.verdict(claim, "parity", finished).holds is False
+    assert verdicts.verdict(claim, "parity", finished).holds is False
     diverged = [run.model_copy(update={"diverged": run.mixer == "worse"}) for run in finished]
-    found = claims.verdict(claim, "parity", diverged)
+    found = verdicts.verdict(claim, "parity", diverged)
     assert found.holds is True
-    assert "`better` 0 of 4, `worse` 1 of 1" in found.sentences[0]
+    assert "`better` 0 of 1, `worse` 1 of 1" in found.sentences[0]
+    other_seed = [run.model_copy(update={"seed": run.seed + 3 * (run.mixer == "worse")}) for run in diverged]
+    assert verdicts.verdict(claim, "parity", other_seed).holds is False
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)

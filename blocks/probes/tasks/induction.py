@@ -16,12 +16,15 @@ class InductionHeads(Task):
     name: ClassVar[str] = "induction"
     about: ClassVar[str] = "recall of what followed a token, at lengths far beyond training"
     source: ClassVar[str] = "Gu & Dao 2023, arXiv 2312.00752, section 4.1.2 and table 11"
-    published: ClassVar[str] = "Mamba, trained at 256: 1.0 from 64 to 1,048,576 tokens; attention: 1.0 to 512"
+    published: ClassVar[str] = (
+        "trained at 256 tokens, Mamba 100 % from 64 to 1,048,576; at 512, attention 58.6 to 99.6, by its positions"
+    )
 
     scaled: ClassVar[str] = (
         "256 tokens, vocabulary 16 and two layers of width 64 as for Mamba; 2,000 steps of 64 in place of 204,800 "
         "of 8, and lengths up to 4,096 in place of 2^20, to save time: `induction_long` reads that far; no weight "
-        "decay, of which the source does not speak: with zoology's 0.1 Mamba forgets within 65,536 tokens"
+        "decay, as in the source: with zoology's 0.1 Mamba forgets within 65,536 tokens; the source has constant rates "
+        "of 1e-3 for Mamba and 2e-4 for others"
     )
 
     length: int = Field(default=256, ge=4)

@@ -22,7 +22,7 @@ class MQAR(Task):
     name: ClassVar[str] = "mqar"
     about: ClassVar[str] = "recall of the value of each key"
     source: ClassVar[str] = "Arora 2023, arXiv 2312.04927, and HazyResearch/zoology; Kimi Linear, arXiv 2510.26692"
-    published: ClassVar[str] = "Kimi Linear, figure 4: KDA learns as fast as GDN or faster, Mamba-2 does not"
+    published: ClassVar[str] = "Kimi Linear, figure 4: KDA learns at least as fast as GDN, and Mamba-2 fails"
 
     scaled: ClassVar[str] = (
         "vocabulary 8,192, two layers of width 64 without MLP, weight decay and rates from 1e-3 to 1e-2 as in "

@@ -29,7 +29,7 @@ class Needle(Task):
 
     scaled: ClassVar[str] = (
         "the published models are language models of 1.3B parameters; these are trained on the task alone, at 256 "
-        "tokens"
+        "tokens. The haystack has no word of the values, so that a model need not write it to its state"
     )
 
     haystack: Literal["repeated", "words"] = "words"

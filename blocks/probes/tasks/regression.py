@@ -26,13 +26,14 @@ class Regression(Task):
     """
 
     name: ClassVar[str] = "regression"
-    about: ClassVar[str] = "least squares in context"
+    about: ClassVar[str] = "a linear function of a few bits, in context"
     source: ClassVar[str] = "Garg 2022, arXiv 2208.01066; here with discrete x and y, so that answers are exact"
     published: ClassVar[str] = "in figures, for real numbers"
     scaled: ClassVar[str] = (
         "4 coordinates of -1 or 1 and exact answers, in place of 20 normal ones with a squared error; two layers of "
         "width 128, each with an MLP, in place of 12 of width 256; 4,000 steps of 128 in place of 500,000 of 64, to "
-        "save time"
+        "save time. With 4 coordinates x or -x has occurred before in four of five scored answers, so that recall "
+        "suffices for most"
     )
 
     length: int = Field(default=120, ge=4)

@@ -18,11 +18,16 @@ class SelectiveCopying(Task):
     name: ClassVar[str] = "selective_copying"
     about: ClassVar[str] = "copying of tokens among noise"
     source: ClassVar[str] = "Gu & Dao 2023, arXiv 2312.00752, section 4.1.1; Jing 2019"
-    published: ClassVar[str] = "T = 4096, 2 layers of width 64: S4 18.3 %, Hyena 30.1 %, Mamba (S6) 97.0 % to 99.8 %"
+    published: ClassVar[str] = (
+        "T = 4096, 2 layers of width 64: S4 18.3 %, 56.4 and 57.0 % in blocks with gates; Hyena 30.1 %; Mamba (S6) "
+        "97.0 to 99.8 %"
+    )
 
     scaled: ClassVar[str] = (
-        "16 data tokens of a vocabulary of 16 and two layers of width 64 as for Mamba; 256 tokens in place of 4,096 "
-        "and 5,000 steps in place of 400,000, to save time"
+        "16 data tokens and two layers of width 64 as for Mamba; 16 values, a token of noise and a marker, in place of "
+        "a vocabulary of 16; tested on twice the training length, where the source tests on the training length; "
+        "weight decay of 0.1 and rates from 1e-3 on, in place of a constant 1e-4; 256 tokens in place of 4,096 and "
+        "5,000 steps in place of 400,000, to save time"
     )
 
     length: int = Field(default=256, ge=4)

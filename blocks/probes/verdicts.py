@@ -1,0 +1,122 @@
+"""Verdicts: whether runs support a claim, do not, or do not decide it."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from deltazoo.blocks.probes.claims import Claim
+from deltazoo.blocks.probes.records import Cell, Run, cells
+
+_REACHED, _MARGIN = 0.99, 0.05
+_HOLDS = {True: "holds", False: "does not hold", None: "is not decided"}
+
+
+class Verdict(NamedTuple):
+    """The outcome of a claim on a task; holds: None if the runs do not decide it."""
+
+    holds: bool | None
+    sentences: list[str]
+
+
+def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
+    """Compare the scores on a task of the claim.
+
+    The lowest of `better` must exceed the highest of `worse` by 5 points, and be 99 % if the claim says solved. Nothing
+    is decided if a mixer has not learned the task and the outcome depends on it, if the task does not separate the
+    mixers, or where the means are compared, if their seeds overlap or each has one seed.
+    """
+    found = cells(runs)
+    compared = {mixer: found.get((task, mixer)) for mixer in (*claim.better, *claim.worse)}
+    missing = [f"`{mixer}`" for mixer, cell in compared.items() if cell is None]
+    if missing:
+        return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
+    if claim.stable:
+        return _stability(claim, task, runs)
+    present = {mixer: cell for mixer, cell in compared.items() if cell is not None}
+    scores = {mixer: cell.best if claim.solved else cell.score for mixer, cell in present.items()}
+    low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
+    holds = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
+    doubt = _doubt(claim, present, scores, low, high, holds)
+    outcome = None if doubt else holds
+    sentences = [
+        f"On {task} the claim {_HOLDS[outcome]} in these settings. By the {'best seed' if claim.solved else 'mean'}, "
+        f"`{low}` is the lowest of the mixers that it favours, with {100 * scores[low]:.1f} %, and `{high}` the "
+        f"highest of the others, with {100 * scores[high]:.1f} %.",
+        *doubt,
+    ]
+    if claim.solved:
+        reached = [sum(run.score >= _REACHED for run in present[mixer].runs) for mixer in claim.better]
+        seeds = [len(present[mixer].runs) for mixer in claim.better]
+        counts = ", ".join(f"{n} of {m}" for n, m in zip(reached, seeds, strict=True))
+        sentences.append(
+            f"The best seed counts, because a claim that a layer can compute something needs one run that does. "
+            f"Seeds that reach {100 * _REACHED:.0f} %, for each of the mixers that it favours: {counts}. The table has "
+            f"the means."
+        )
+    return Verdict(outcome, sentences)
+
+
+def outcome(claim: Claim, runs: Sequence[Run]) -> str:
+    """Name the outcome of a claim, for each task if it has several."""
+    outcomes = {task: _HOLDS[verdict(claim, task, runs).holds].removeprefix("is ") for task in claim.tasks}
+    if len(set(outcomes.values())) == 1:
+        return outcomes[claim.tasks[0]]
+    return ", ".join(f"{name} on {task}" for task, name in outcomes.items())
+
+
+def _doubt(
+    claim: Claim, compared: Mapping[str, Cell], scores: Mapping[str, float], low: str, high: str, holds: bool
+) -> list[str]:
+    """Return why the scores do not decide the claim, [] if they do."""
+    if holds:
+        without = [mixer for mixer in claim.worse if claim.learned and not any(map(_has_learned, compared[mixer].runs))]
+        unlearned = [(mixer, compared[mixer].runs) for mixer in without]
+    elif claim.solved:
+        trained = max(run.trained for run in compared[low].runs)
+        unlearned = [(low, compared[low].runs)] if trained < _REACHED else []
+    else:
+        failed = [run for run in compared[low].runs if not _has_learned(run)]
+        unlearned = [(low, compared[low].runs)] if failed else []
+    if unlearned:
+        return [_unlearned(mixer, runs) for mixer, runs in unlearned]
+    if claim.solved:
+        return []
+    if not holds and scores[high] >= 1 - _MARGIN:
+        return [f"The task does not separate them: `{high}` has {100 * scores[high]:.1f} %."]
+    ours, theirs = ([run.score for run in compared[mixer].runs] for mixer in (low, high))
+    if len(ours) == len(theirs) == 1:
+        return ["Each of them has one seed."]
+    if min(ours) <= max(theirs) and min(theirs) <= max(ours):
+        return [
+            f"The seeds overlap: `{low}` has {100 * min(ours):.1f} to {100 * max(ours):.1f} %, `{high}` "
+            f"{100 * min(theirs):.1f} to {100 * max(theirs):.1f} %."
+        ]
+    return []
+
+
+def _has_learned(run: Run) -> bool:
+    """Whether a run is nearer to perfect answers than to chance at the training length, if longer ones are scored."""
+    return max(run.accuracy) <= run.settings["length"] or run.trained >= (1 + run.chance) / 2
+
+
+def _unlearned(mixer: str, runs: Sequence[Run]) -> str:
+    figures = ", ".join(f"{100 * run.trained:.1f}" for run in runs)
+    return f"`{mixer}` has not learned the task well enough: at the training length its seeds have {figures} %."
+
+
+def _stability(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
+    """Compare the runs that diverged, of the rates and seeds of all compared mixers."""
+    ended = {
+        mixer: {(run.rate, run.seed): run.diverged for run in runs if (run.task, run.mixer) == (task, mixer)}
+        for mixer in claim.mixers
+    }
+    common = set.intersection(*(set(ended[mixer]) for mixer in (*claim.better, *claim.worse)))
+    same = {mixer: [diverged for place, diverged in each.items() if place in common] for mixer, each in ended.items()}
+    holds = not any(any(same[mixer]) for mixer in claim.better) and all(any(same[mixer]) for mixer in claim.worse)
+    counts = ", ".join(f"`{mixer}` {sum(each)} of {len(each)}" for mixer, each in same.items())
+    return Verdict(
+        holds,
+        [
+            f"On {task} the claim {_HOLDS[holds]} in these settings. Runs that diverged, of the rates and seeds that "
+            f"both sides have: {counts}. A run ends as diverged if its loss is not finite at one of ten evaluations."
+        ],
+    )
