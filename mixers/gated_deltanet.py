@@ -14,7 +14,7 @@ from deltazoo.mixers.families.delta_rule import (
     REPARAM,
     DeltaRuleConfig,
 )
-from deltazoo.mixers.parts.gates.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates.decays import A_INIT_RANGE, RateRange, SoftplusDecay
 
 BETA_BIAS = "bias of the map to beta; True in NVlabs' code"
 QUERY_NORM = "divide q by its L2 norm; False in NVlabs' gated Longhorn"
@@ -29,6 +29,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
     )
     beta_bias: bool = Field(default=False, description=BETA_BIAS)
     query_norm: bool = Field(default=True, description=QUERY_NORM)
+    A_init_range: RateRange = Field(default=(0.01, 16.0), description=A_INIT_RANGE)
 
     @model_validator(mode="after")
     def _activation_has_a_gate(self) -> Self:
@@ -41,7 +42,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig, ABC):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape, self.query_norm)
-        operands = {**self.beta(shape, self.beta_bias), "decay": SoftplusDecay(shape)}
+        operands = {**self.beta(shape, self.beta_bias), "decay": SoftplusDecay(shape, rates=self.A_init_range)}
         return Parts(projection, operands, self.norm_and_gate(shape, self.gate, self.gate_activation))
 
 

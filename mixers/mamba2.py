@@ -9,7 +9,7 @@ from deltazoo.mixers.core.mixer import Place
 from deltazoo.mixers.core.part import HeadShape, OutputPart, Parts
 from deltazoo.mixers.families.update import HeadConfig
 from deltazoo.mixers.parts.convolution import CONV_BIAS_START, BiasStart
-from deltazoo.mixers.parts.gates.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates.decays import A_INIT_RANGE, RateRange, SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import HeadNorm
 from deltazoo.mixers.parts.projections import QKVProjection
@@ -36,6 +36,7 @@ class Mamba2(HeadConfig):
     conv_width: int = Field(default=4, ge=0, description="taps of the short convolution of q, k and v; 0: none")
     conv_bias_start: BiasStart = Field(default="uniform", description=CONV_BIAS_START)
     norm: Literal["first"] | bool = Field(default=True, description="RMS norm after the gate; first: before it")
+    A_init_range: RateRange = Field(default=(1.0, 16.0), description=A_INIT_RANGE)
     step_limits: tuple[float, float | None] = Field(default=(0.0, None), description="limits of dt; None: infinity")
     factors: StreamFactors = Field(default=StreamFactors(), description="factors of gate, x, B, C and dt (Falcon-H1)")
 
@@ -47,7 +48,7 @@ class Mamba2(HeadConfig):
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = QKVProjection(shape, self.conv_width, silu="qkv", conv_bias=self.conv_bias_start)
-        decay = SoftplusDecay(shape, rates=(1, 16), writes=True, limits=self.step_limits)
+        decay = SoftplusDecay(shape, rates=self.A_init_range, writes=True, limits=self.step_limits)
         outputs: dict[str, OutputPart] = {"skip": Skip(shape), "gate": (gate := OutputGate(shape))}
         self.factors.scale(shape, projection, decay, gate)
         if self.norm:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.mixers import (
     H3,
     HGRN,
@@ -142,6 +143,25 @@ def test_bias_of_the_convolution_starts_as_that_of_conv1d(config: MixerConfig) -
     assert_uniform(parameter(build(config, 256), "project.conv.bias"), -0.5, 0.5)
     zero = build(config.model_copy(update={"conv_bias_start": "zero"}), 256)
     assert not parameter(zero, "project.conv.bias").any()
+
+
+@pytest.mark.parametrize("config", [GatedDeltaNet(heads=512), Mamba2(value_heads=512, value_width=4)])
+def test_decays_start_in_the_range_of_the_config(config: MixerConfig) -> None:
+    """As `A_init_range` of Mamba2 in state-spaces/mamba."""
+    slow = parameter(build(config.model_copy(update={"A_init_range": (0.25, 1.0)})), "operands.decay.A_log")
+    assert_uniform(slow.exp(), 0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("interval", "message"),
+    [
+        ((2, 1), r"A_init_range: must be \(low, high\) with low <= high"),
+        ((0, 1), "A_init_range.0 must be greater than 0"),
+    ],
+)
+def test_a_range_of_decays_that_is_no_interval_is_refused(interval: tuple[float, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GatedDeltaNet(A_init_range=interval)
 
 
 def test_convolution_of_lfm2_starts_normal_on_request() -> None:

@@ -5,11 +5,12 @@ B batch, T time, D width, HV value heads, K key width, V value width
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
@@ -21,6 +22,17 @@ from deltazoo.mixers.parts.convolution import ShortConv
 
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 Slopes = Literal["alibi", "power"]
+A_INIT_RANGE = "interval from which exp(A_log) is drawn; low values forget slowly"
+
+
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise ValueError(f"must be (low, high) with low <= high, got {interval}")
+    return interval
+
+
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+RateRange = Annotated[tuple[_Rate, _Rate], AfterValidator(_ordered)]
 
 
 class SoftplusDecay(LinearPart, Groupable, Fusible):
