@@ -161,11 +161,8 @@ class ModelBenchmark(BaseModel):
         )
         parameters = {_label(row.implementation): row.parameters for row in self.rows if row.parameters is not None}
         notes = [(name, f"{count:,} parameters") for name, count in parameters.items()] + notes
-        widths = [
-            12,
-            max(len(_PHASES[direction]) for direction in self.flops),
-            *(11 if title == "20-80 %" else 6 for title, _ in legend),
-        ]
+        phase = max(len(_PHASES[direction]) for direction in self.flops)
+        widths = [12, phase, *(9 if title == "20-80 %" else 6 for title, _ in legend)]
         return Table(columns, rows, notes, legend, widths)
 
     def markdown(self) -> str:

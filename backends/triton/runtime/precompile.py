@@ -125,7 +125,7 @@ def device_of(x: Tensor) -> torch.device:
 
 
 def _compile(device: torch.device, warm_up: Callable[[], Any]) -> None:
-    """Compile a kernel and its launcher, C code that Triton 3.6 else compiles at the launch, in 0.3 s per kernel."""
+    """Compile a kernel and its launcher, C code that Triton 3.6 otherwise compiles at the first launch in 0.3 s."""
     from triton.runtime import driver
 
     try:
