@@ -24,8 +24,8 @@ _FOLDER = "blocks/probes/results"
 _CELL = (
     "A cell is the accuracy in percent on the longest sequences of the task, up to 16 times as long as those of the "
     "training: the mean over the seeds at the best learning rate, and in parentheses the lowest and the highest seed. "
-    "A cell without parentheses has one seed. A low figure means that the model has not learned the task, or that it "
-    "does not extrapolate; the curves below tell which. "
+    "A cell without parentheses has one seed. A low figure means that the model has not learned the task, or has "
+    "learned it and fails on longer sequences: the curves over length, below, show which. "
 )
 
 

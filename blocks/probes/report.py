@@ -107,13 +107,14 @@ def position_table(runs: Sequence[Run]) -> Table:
 
 def task_line(name: str) -> str:
     """Describe the settings and the score of a task in a sentence."""
-    task, length = task_of(name), max(task_of(name).lengths)
+    task = task_of(name)
+    length = max(task.lengths)
     place = "in the second half of" if isinstance(task, PrefixTask) else "of"
     layers = f"{task.depth} layer{'s' * (task.depth > 1)} of width {task.width} with {task.heads} heads"
     count = max(1, task.evaluation_tokens // length)
     return (
         f"{task.about}; accuracy {place} {count:,} sequences of {length:,} tokens in percent, "
-        f"mean over seeds (lowest to highest), a guess {100 * task.chance:.1f}; trained on {task.length:,} "
+        f"mean over seeds (lowest to highest), chance {100 * task.chance:.1f}; trained on {task.length:,} "
         f"tokens, {task.steps:,} steps with batch size {task.batch}; {layers}; best of the learning rates "
         f"{', '.join(f'{x:g}' for x in task.rates)}"
     )

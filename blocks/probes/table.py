@@ -56,9 +56,7 @@ def of_short_rows(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
 
 def of_group(runs: Sequence[Run], tasks: Sequence[str]) -> list[Run]:
     """Return the runs of these tasks by column and row; the mixers of the table come first, in its order."""
-    rows = {mixer: row for row, mixer in enumerate(MIXERS)}
-    chosen = [run for run in runs if run.task in tasks]
-    return sorted(chosen, key=lambda run: (tasks.index(run.task), rows.get(run.mixer, len(rows))))
+    return _sorted(runs, tasks, [*dict.fromkeys([*MIXERS, *(run.mixer for run in runs)])])
 
 
 def _sorted(runs: Sequence[Run], tasks: Sequence[str], mixers: Sequence[str]) -> list[Run]:

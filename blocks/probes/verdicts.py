@@ -25,34 +25,34 @@ def verdict(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     mixers, or where the means are compared, if their seeds overlap or each has one seed.
     """
     found = cells(runs)
-    compared = {mixer: found.get((task, mixer)) for mixer in (*claim.better, *claim.worse)}
-    missing = [f"`{mixer}`" for mixer, cell in compared.items() if cell is None]
+    mixers = *claim.better, *claim.worse
+    missing = [f"`{mixer}`" for mixer in mixers if (task, mixer) not in found]
     if missing:
         return Verdict(None, [f"Not decided: there is no finished run on {task} of {', '.join(missing)}."])
     if claim.stable:
         return _stability(claim, task, runs)
-    present = {mixer: cell for mixer, cell in compared.items() if cell is not None}
-    scores = {mixer: cell.best if claim.solved else cell.score for mixer, cell in present.items()}
+    compared = {mixer: found[task, mixer] for mixer in mixers}
+    scores = {mixer: cell.best if claim.solved else cell.score for mixer, cell in compared.items()}
     low, high = min(claim.better, key=scores.__getitem__), max(claim.worse, key=scores.__getitem__)
     holds = scores[low] >= scores[high] + _MARGIN and (scores[low] >= _REACHED or not claim.solved)
-    doubt = _doubt(claim, present, scores, low, high, holds)
-    outcome = None if doubt else holds
+    doubt = _doubt(claim, compared, scores, low, high, holds)
+    decided = None if doubt else holds
     sentences = [
-        f"On {task} the claim {_HOLDS[outcome]} in these settings. By the {'best seed' if claim.solved else 'mean'}, "
+        f"On {task} the claim {_HOLDS[decided]} in these settings. By the {'best seed' if claim.solved else 'mean'}, "
         f"`{low}` is the lowest of the mixers that it favours, with {100 * scores[low]:.1f} %, and `{high}` the "
         f"highest of the others, with {100 * scores[high]:.1f} %.",
         *doubt,
     ]
     if claim.solved:
-        reached = [sum(run.score >= _REACHED for run in present[mixer].runs) for mixer in claim.better]
-        seeds = [len(present[mixer].runs) for mixer in claim.better]
+        reached = [sum(run.score >= _REACHED for run in compared[mixer].runs) for mixer in claim.better]
+        seeds = [len(compared[mixer].runs) for mixer in claim.better]
         counts = ", ".join(f"{n} of {m}" for n, m in zip(reached, seeds, strict=True))
         sentences.append(
             f"The best seed counts, because a claim that a layer can compute something needs one run that does. "
             f"Seeds that reach {100 * _REACHED:.0f} %, for each of the mixers that it favours: {counts}. The table has "
             f"the means."
         )
-    return Verdict(outcome, sentences)
+    return Verdict(decided, sentences)
 
 
 def outcome(claim: Claim, runs: Sequence[Run]) -> str:
@@ -68,16 +68,15 @@ def _doubt(
 ) -> list[str]:
     """Return why the scores do not decide the claim, [] if they do."""
     if holds:
-        without = [mixer for mixer in claim.worse if claim.learned and not any(map(_has_learned, compared[mixer].runs))]
-        unlearned = [(mixer, compared[mixer].runs) for mixer in without]
+        unlearned = [
+            mixer for mixer in claim.worse if claim.learned and not any(map(_has_learned, compared[mixer].runs))
+        ]
     elif claim.solved:
-        trained = max(run.trained for run in compared[low].runs)
-        unlearned = [(low, compared[low].runs)] if trained < _REACHED else []
+        unlearned = [low] if max(run.trained for run in compared[low].runs) < _REACHED else []
     else:
-        failed = [run for run in compared[low].runs if not _has_learned(run)]
-        unlearned = [(low, compared[low].runs)] if failed else []
+        unlearned = [] if all(map(_has_learned, compared[low].runs)) else [low]
     if unlearned:
-        return [_unlearned(mixer, runs) for mixer, runs in unlearned]
+        return [_unlearned(compared[mixer]) for mixer in unlearned]
     if claim.solved:
         return []
     if not holds and scores[high] >= 1 - _MARGIN:
@@ -98,9 +97,9 @@ def _has_learned(run: Run) -> bool:
     return max(run.accuracy) <= run.settings["length"] or run.trained >= (1 + run.chance) / 2
 
 
-def _unlearned(mixer: str, runs: Sequence[Run]) -> str:
-    figures = ", ".join(f"{100 * run.trained:.1f}" for run in runs)
-    return f"`{mixer}` has not learned the task well enough: at the training length its seeds have {figures} %."
+def _unlearned(cell: Cell) -> str:
+    figures = ", ".join(f"{100 * run.trained:.1f}" for run in cell.runs)
+    return f"`{cell.mixer}` has not learned the task well enough: at the training length its seeds have {figures} %."
 
 
 def _stability(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
