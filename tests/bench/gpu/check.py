@@ -1,7 +1,8 @@
 """Check the triton backend on a GPU against float64, in fifteen processes: python check.py [WORD]...
 
-Cases are specs by widths (K/V from 5/9 to 256/256), dtypes and regimes; WORD selects the cases whose names contain it.
-LIMIT=SECONDS stops the run. Prints the failures, and the largest errors relative to their limits.
+Cases are specs by widths (K/V from 5/9 to 256/256), dtypes and regimes. WORDs select the cases whose names contain all
+of them. LIMIT=SECONDS stops the run. Prints the failures, and the largest errors relative to their limits. The exit
+code is 1 if a case fails or has not run.
 """
 
 import multiprocessing
@@ -111,6 +112,8 @@ def run_case(name):
 def main(words):
     began, results = time.time(), []
     names = [name for name, _ in cases() if all(word in name for word in words)]
+    if not names:
+        sys.exit(f"no case has all of these words in its name: {' '.join(words)}")
     with ProcessPoolExecutor(15, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             futures = [pool.submit(run_case, name) for name in names]
@@ -129,7 +132,7 @@ def main(words):
     for result in sorted(results, key=lambda result: -(result[1] or 0))[:12]:
         print("worst", *result)
     sys.stdout.flush()
-    os._exit(len(failed) > 0)  # without waiting for the killed processes
+    os._exit(len(failed) > 0 or len(results) < len(names))  # without waiting for the killed processes
 
 
 if __name__ == "__main__":
