@@ -18,6 +18,7 @@ from deltazoo.blocks.probes.report import (
     task_line,
 )
 from deltazoo.blocks.probes.tasks import task as task_of
+from deltazoo.blocks.probes.tasks.capacity import Capacity
 from deltazoo.blocks.probes.verdicts import outcome, verdict
 
 _FOLDER = "blocks/probes/results"
@@ -86,9 +87,10 @@ def page(name: str, runs: Sequence[Run]) -> str:
     if claim.published:
         about = "Accuracies scaled so that guessing has 0 and perfect answers have 100."
         sections.append(_Section("Published figures", about, _published(claim, used)))
-    capacity = [run for run in used if run.task == "capacity"]
-    if capacity:
-        sections.append(_Section("Recall over the number of pairs", "", capacity_table(capacity)))
+    for task in claim.tasks:
+        capacity = [run for run in used if run.task == task and isinstance(task_of(task), Capacity)]
+        if capacity:
+            sections.append(_Section(f"Recall over the number of pairs, {task}", "", capacity_table(capacity)))
     return _page(claim.title, paragraphs, used, sections, [f"--claim {name}"])
 
 

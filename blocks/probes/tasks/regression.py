@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Generator
+from torch import Generator, Tensor
 
 from deltazoo.backends.ops.cross_entropy import IGNORE_INDEX
 from deltazoo.blocks.probes.task import Batch, Task
@@ -22,7 +22,7 @@ class Regression(Task):
     """x1 y1 x2 y2 ... with x in {-1, 1}^D, D tokens, and y = w x, a token; w in {-1, 0, 1}^D differs between sequences.
 
     The answer at the last token of x is y. It is scored if the examples before determine it, which is when x is a
-    linear combination of theirs.
+    linear combination of theirs, and if neither x nor -x is among them: no answer can be recalled.
     """
 
     name: ClassVar[str] = "regression"
@@ -30,15 +30,14 @@ class Regression(Task):
     source: ClassVar[str] = "Garg 2022, arXiv 2208.01066; here with discrete x and y, so that answers are exact"
     published: ClassVar[str] = "in figures, for real numbers"
     scaled: ClassVar[str] = (
-        "4 coordinates of -1 or 1 and exact answers, in place of 20 normal ones with a squared error; two layers of "
+        "6 coordinates of -1 or 1 and exact answers, in place of 20 normal ones with a squared error; two layers of "
         "width 128, each with an MLP, in place of 12 of width 256; 4,000 steps of 128 in place of 500,000 of 64, to "
-        "save time. With 4 coordinates x or -x has occurred before in four of five scored answers, so that recall "
-        "suffices for most"
+        "save time"
     )
 
-    length: int = Field(default=120, ge=4)
-    lengths: tuple[int, ...] = (120, 240)
-    coordinates: int = Field(default=4, ge=1, le=8)
+    length: int = Field(default=168, ge=4)
+    lengths: tuple[int, ...] = (168, 336)
+    coordinates: int = Field(default=6, ge=3, le=8)  # with 2, each x that is determined has occurred, up to its sign
     width: int = 128
     mlp: float = 2.0
     steps: int = 4000
@@ -79,15 +78,19 @@ class Regression(Task):
             rest_BDD = rest_BDD - added_BDD
         x_tokens_BND = bits_BND + 2 * draws.arange(D, generator)
         y_tokens_BN = 3 * D + y_BN
+        is_scored_BN = torch.stack(determined, dim=1) & ~_has_occurred(bits_BND)
         tokens_BT = torch.cat((x_tokens_BND, y_tokens_BN[:, :, None]), dim=2).flatten(1)
         places_BN = (D - 1 + (D + 1) * draws.arange(count, generator)).expand(batch, -1)
-        return Batch(tokens_BT, places_BN, torch.where(torch.stack(determined, dim=1), y_tokens_BN, IGNORE_INDEX))
+        return Batch(tokens_BT, places_BN, torch.where(is_scored_BN, y_tokens_BN, IGNORE_INDEX))
 
     def solve(self, tokens: Sequence[int]) -> dict[int, int]:
         D, basis, answers = self.coordinates, dict[int, tuple[list[Fraction], Fraction]](), dict[int, int]()
+        occurred = set[tuple[Fraction, ...]]()
         for start in range(0, len(tokens), D + 1):
             x = [Fraction(2 * (token % 2) - 1) for token in tokens[start : start + D]]
             y = Fraction(tokens[start + D] - 3 * D)
+            is_new = tuple(x) not in occurred
+            occurred |= {tuple(x), tuple(-each for each in x)}
             predicted = Fraction(0)
             for pivot, (row, value) in basis.items():
                 factor = x[pivot] / row[pivot]
@@ -96,9 +99,16 @@ class Regression(Task):
             left = [i for i, a in enumerate(x) if a]
             if left:
                 basis[left[0]] = x, y - predicted
-            else:
+            elif is_new:
                 answers[start + D - 1] = 3 * D + int(predicted)
         return answers
+
+
+def _has_occurred(bits_BND: Tensor) -> Tensor:
+    """Return whether x or -x is among the examples before, [B, N]."""
+    signs_BND = bits_BND ^ bits_BND[:, :, :1]  # equal for x and -x
+    same_BNN = (signs_BND[:, :, None] == signs_BND[:, None]).all(dim=3)
+    return same_BNN.tril(-1).any(dim=2)
 
 
 def _most_likely(coordinates: int) -> float:
