@@ -32,7 +32,7 @@ from deltazoo.mixers.core.patterns import Name
 TASKS: dict[str, Task] = {
     "mqar": MQAR(),
     "mqar_short": ShortMQAR(),
-    "mqar_long": MQAR(steps=20_000, rates=(1e-3, 3e-3)),
+    "mqar_long": MQAR(length=256, lengths=(256,), pairs=64, tokens=512, steps=20_000, batch=64, rates=(1e-3,)),
     "mqar_small": MQAR(length=64, lengths=(64,), pairs=12, tokens=64, width=32, heads=1, steps=800, batch=32,
                        rates=(1e-2,), evaluation_tokens=8192),
     "mqar_kimi": MQAR(length=1024, lengths=(1024,), pairs=64, tokens=8192, width=256, heads=2, steps=20_000, batch=64,
@@ -43,7 +43,7 @@ TASKS: dict[str, Task] = {
     "capacity_large": Capacity(length=512, lengths=(64, 128, 256, 512), tokens=1024, steps=10_000, rates=(1e-3, 3e-3)),
     "induction": InductionHeads(),
     "induction_long": InductionHeads(lengths=(256, 4096, 2**16, 2**20), steps=10_000, evaluation_tokens=2**24),
-    "induction_published": InductionHeads(lengths=(256, 4096, 2**16, 2**20), steps=81_920, batch=8, rates=(2e-4, 1e-3),
+    "induction_published": InductionHeads(lengths=(256, 4096, 2**16, 2**20), steps=204_800, batch=8, rates=(1e-3,),
                                           evaluation_tokens=2**24),
     "selective_copying": SelectiveCopying(),
     "selective_copying_long": SelectiveCopying(lengths=(256,), steps=20_000, rates=(1e-3, 3e-3)),

@@ -42,6 +42,7 @@ class Regression(Task):
     mlp: float = 2.0
     steps: int = 4000
     batch: int = 128
+    rates: tuple[float, ...] = (1e-3, 3e-3)
 
     @model_validator(mode="after")
     def _examples_fill_the_length(self) -> Self:
