@@ -88,9 +88,11 @@ class Run(BaseModel):
     def rank(self) -> tuple[float, float]:
         """Mean accuracy over the lengths, then score: the order of learning rates.
 
-        At a length where all rates are at chance, the score alone would choose by noise.
+        At a length where all rates are at chance, the score alone would choose by noise. Models of a text, whose
+        settings ask for equal parameters, are compared at the training length.
         """
-        return fmean(self.accuracy.values()), self.score
+        mean = self.trained if self.settings.get("equal_parameters") else fmean(self.accuracy.values())
+        return mean, self.score
 
 
 def has_settings(run: Run, task: Task) -> bool:
