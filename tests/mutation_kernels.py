@@ -143,7 +143,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "short convolution: a sequence of a pack reads the one before it", f"{TRITON}/conv/kernels/rows.py",
-        "x_j = tl.where((row < 0)[:, None], past, x_j)", "x_j += 0.0 * past",
+        "x_j = tl.where((age < j)[:, None], past, x_j)", "x_j += 0.0 * past",
         "test-kernels", f"{CONV_TEST}[short pack with history-torch.float32]",
     ),
     Mutation(

@@ -174,7 +174,7 @@ MIXERS = [
     ),
     Mutation(
         "short convolution, backward: tokens before a group add to its gradient", f"{TRITON}/conv/kernels/rows.py",
-        "mask = row_mask(i - u, low, high, in_channels)", "mask = row_mask(i - u, 0 * low, high, in_channels)",
+        "mask = row_mask(row, low, high, in_channels)", "mask = row_mask(row, 0 * low, high, in_channels)",
         "test-kernels", f"{CONV_TEST}[groups in one strip-torch.float32]",
     ),
     Mutation(

@@ -152,8 +152,10 @@ def _launch(
 
     B, T, C = operands.x.shape
     unit = math.gcd(token_stride, 8)
+    # without a constant C, parts of convolutions of different widths share a kernel
+    needs_C = token_stride != C or operands.history is not None or operands.ends is not None
     traits = ConvTraits(
-        UNIT=unit, C=C, W=operands.weight.shape[-1], CHANNELS=part.channels,
+        UNIT=unit, C=C if needs_C else 0, W=operands.weight.shape[-1], CHANNELS=part.channels,
         SILU=part.silu, HEAD=part.unit, EPS=EPS, BIAS=operands.bias is not None, HISTORY=operands.history is not None,
         PACKED=operands.cu is not None, GROUPED=operands.ends is not None, BC=tiling.columns, R=tiling.rows,
         GROUP=launch.group,

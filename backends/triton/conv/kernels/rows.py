@@ -52,45 +52,69 @@ def row_mask(i, low, high, in_channels):
 
 
 @triton.jit
+def load_row(pointers, history, history_offset, t, low, high, row, in_channels, traits: tl.constexpr):
+    """Load a row of x, packed. Without a pack, rows before token 0 are history."""
+    value = tl.load(pointers, mask=row_mask(row, low, high, in_channels), other=0.0)
+    if traits.HISTORY and not traits.PACKED:
+        before = (t + row < 0)[:, None]
+        in_history = before & ((t + row > -traits.W) & (high > 0))[:, None] & in_channels
+        past = tl.load(history + history_offset + (t + row)[:, None] * traits.C, mask=in_history, other=0.0)
+        value = tl.where(before, past.to(value.dtype), value)
+    return pack(value)
+
+
+@triton.jit
 def load_rows(
     x, x_offset, token_stride, history, history_offset, t, low, high, i, in_channels,
     COUNT: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
-    """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed. Without a pack, rows before token 0 are history."""
+    """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed."""
     rows = ()
-    at = x_offset + i * token_stride
+    at = x + x_offset + i * token_stride
     for u in tl.static_range(COUNT):
-        row = i - u
-        value = tl.load(x + at - u * token_stride, mask=row_mask(row, low, high, in_channels), other=0.0)
-        if traits.HISTORY and not traits.PACKED:
-            before = (t + row < 0)[:, None]
-            in_history = before & ((t + row > -traits.W) & (high > 0))[:, None] & in_channels
-            past = tl.load(history + history_offset + (t + row)[:, None] * traits.C, mask=in_history, other=0.0)
-            value = tl.where(before, past.to(value.dtype), value)
-        rows = rows + (pack(value),)
+        at_row = at - u * token_stride
+        rows = rows + (load_row(at_row, history, history_offset, t, low, high, i - u, in_channels, traits),)
     return rows
+
+
+@triton.jit
+def load_gradient(pointers, low, high, row, in_channels):
+    """Load a row of dy, packed; it is zero before `low` or from `high` on."""
+    mask = row_mask(row, low, high, in_channels)
+    return pack(tl.load(pointers, mask=mask, other=0.0))
 
 
 @triton.jit
 def load_gradients(dy, dy_offset, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
-    """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed; rows before `low` or from `high` on are zero."""
+    """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed."""
     rows = ()
-    at = dy_offset + i * traits.CHANNELS
+    at = dy + dy_offset + i * traits.CHANNELS
     for u in tl.static_range(COUNT):
-        mask = row_mask(i - u, low, high, in_channels)
-        rows = rows + (pack(tl.load(dy + at - u * traits.CHANNELS, mask=mask, other=0.0)),)
+        rows = rows + (load_gradient(at - u * traits.CHANNELS, low, high, i - u, in_channels),)
     return rows
 
 
 @triton.jit
+def start_pointers(sequence_starts, t, row, traits: tl.constexpr):
+    """Return pointers [R] to the starts of the sequences of a row; t without a pack."""
+    return sequence_starts + t + row if traits.PACKED else t
+
+
+@triton.jit
+def load_start(pointers, t, high, row, traits: tl.constexpr):
+    """Load the rows [R] at which the sequences of a row start; without a pack the result is not used."""
+    start = t
+    if traits.PACKED:
+        start = tl.load(pointers, mask=(row >= 0) & (row < high), other=0) - t
+    return start
+
+
+@triton.jit
 def load_starts(sequence_starts, t, high, i, COUNT: tl.constexpr, traits: tl.constexpr):
-    """Load the rows [R] at which the sequences of rows i, i - 1, ... start; without a pack the result is not used."""
+    """Load the rows [R] at which the sequences of rows i, i - 1, ... start."""
     starts = ()
     for u in tl.static_range(COUNT):
-        start = t
-        if traits.PACKED:
-            start = tl.load(sequence_starts + t + i - u, mask=(i - u >= 0) & (i - u < high), other=0) - t
-        starts = starts + (start,)
+        starts = starts + (load_start(start_pointers(sequence_starts, t, i - u, traits), t, high, i - u, traits),)
     return starts
 
 
@@ -103,17 +127,17 @@ def select_inputs(
     In a pack, inputs before the start of the row's sequence come from the history, or are zero.
     """
     W: tl.constexpr = traits.W
+    age = i - start
     inputs = ()
     for j in tl.static_range(W):
         x_j = rows[j]
         if traits.PACKED and j > 0:
-            row = i - j - start
             past = tl.zeros_like(x_j)
             if traits.HISTORY:
-                in_history = (row < 0) & (i < high)
+                in_history = (age < j) & (i < high)
                 n = tl.load(sequence_ids + t + i, mask=in_history, other=0).to(tl.int64)
-                at = history_offset + ((n * (W - 1) + row) * traits.C)[:, None]
+                at = history_offset + ((n * (W - 1) + age - j) * traits.C)[:, None]
                 past = tl.load(history + at, mask=in_history[:, None] & in_channels, other=0.0).to(tl.float32)
-            x_j = tl.where((row < 0)[:, None], past, x_j)
+            x_j = tl.where((age < j)[:, None], past, x_j)
         inputs = inputs + (x_j,)
     return inputs

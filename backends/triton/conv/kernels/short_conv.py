@@ -21,11 +21,15 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.conv.kernels.rows import (
+    load_gradient,
     load_gradients,
+    load_row,
     load_rows,
+    load_start,
     load_starts,
     row_mask,
     select_inputs,
+    start_pointers,
     unpack,
     unpack_rows,
 )
@@ -38,7 +42,7 @@ class ConvTraits(NamedTuple):
     """Compile-time properties of a launch."""
 
     UNIT: int  # x has token_stride UNIT elements from token to token
-    C: int  # channels of x
+    C: int  # channels of x, or 0: unknown, for an x without gaps, history and groups
     W: int  # taps
     CHANNELS: int  # channels of the part
     SILU: bool
@@ -151,16 +155,20 @@ def short_conv_kernel(
     recent = unpack_rows(recent, x.dtype.element_ty)
     ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, GROUP - 1, in_channels, GROUP, traits)
     next_starts = load_starts(sequence_starts, t, high, GROUP - 1, GROUP, traits)
+    y_rows = row_pointers(y + y_offset, -traits.CHANNELS, GROUP)
+    start_rows = row_pointers(start_pointers(sequence_starts, t, GROUP, traits), -1, GROUP)
     for g in range(0, strip_tokens, GROUP):
         for k in tl.static_range(GROUP):
             i = g + k
+            later_i = i + GROUP
             rows = (unpack(ahead[GROUP - 1], x.dtype.element_ty),) + recent
             start = next_starts[GROUP - 1]
+            # pointers to x carried by the loop would need more registers
             ahead = (
-                load_rows(x, x_offset, stride, history, history_offset, t, low, high, i + GROUP, in_channels, 1, traits)
+                load_rows(x, x_offset, stride, history, history_offset, t, low, high, later_i, in_channels, 1, traits)
                 + ahead[: GROUP - 1]
             )
-            next_starts = load_starts(sequence_starts, t, high, i + GROUP, 1, traits) + next_starts[: GROUP - 1]
+            next_starts = (load_start(start_rows[k], t, high, later_i, traits),) + next_starts[: GROUP - 1]
             inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
             a = weighted_sum(inputs, weights, offset, W)
             if traits.SILU:
@@ -170,8 +178,10 @@ def short_conv_kernel(
             if traits.PACKED:
                 a = tl.where((i < high)[:, None], a, 0.0)
             stored = row_mask(i, store_low, store_high, in_channels)
-            tl.store(y + y_offset + i * traits.CHANNELS, a.to(y.dtype.element_ty), mask=stored)
+            tl.store(y_rows[k], a.to(y.dtype.element_ty), mask=stored)
             recent = rows[: W - 1]
+        y_rows = advance(y_rows, GROUP * traits.CHANNELS)
+        start_rows = advance(start_rows, GROUP)
 
 
 @triton.jit
@@ -202,6 +212,28 @@ def store_history_gradients(dhistory, offset, later, weights, mask, C: tl.conste
 
 
 @triton.jit
+def row_pointers(first, stride, COUNT: tl.constexpr):
+    """Return pointers to a row and the COUNT - 1 rows before it (stride < 0: after it), which a loop advances.
+
+    Triton's coalescing pass takes a time in proportion to the number of loads and stores times the square of the number
+    of operations, but skips those whose pointers are carried by a loop.
+    """
+    rows = ()
+    for u in tl.static_range(COUNT):
+        rows = rows + (first - u * stride,)
+    return rows
+
+
+@triton.jit
+def advance(pointers, step):
+    """Add a step to each pointer."""
+    moved = ()
+    for u in tl.static_range(len(pointers)):
+        moved = moved + (pointers[u] + step,)
+    return moved
+
+
+@triton.jit
 def push_row(later, d, W: tl.constexpr):
     """Return `later`, the gradients of the W - 1 results after a row, for the row before."""
     return ((d,) + later)[: W - 1]
@@ -214,40 +246,6 @@ def clear_at_start(later, is_first, W: tl.constexpr):
     for j in tl.static_range(W - 1):
         cleared = cleared + (tl.where(is_first, 0.0, later[j]),)
     return cleared
-
-
-@triton.jit
-def recompute_after_strip(
-    x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high, store_low,
-    in_channels, weights, offset, zero, strip_tokens, traits: tl.constexpr,
-):  # fmt: skip
-    """Recompute the gradients of the W - 1 results after a strip.
-
-    Returns: the inputs before the strip's last row, from that row backwards; the gradients after its last row.
-    """
-    W: tl.constexpr = traits.W
-    later = ()
-    for _ in tl.static_range(W - 1):
-        later = later + (zero,)
-    last = strip_tokens + W - 2
-    rows = load_rows(x, x_offset, stride, history, history_offset, t, low, high, last, in_channels, 2 * W - 2, traits)
-    ds = load_gradients(dy, dy_offset, store_low, high, last, in_channels, W - 1, traits)
-    starts = load_starts(sequence_starts, t, high, last, W - 1, traits)
-    rows = unpack_rows(rows, x.dtype.element_ty)
-    ds = unpack_rows(ds, dy.dtype.element_ty)
-    for u in tl.static_range(W - 1):
-        i = last - u
-        window = rows[u : u + W]
-        inputs = select_inputs(
-            window, starts[u], history, history_offset, sequence_ids, t, high, i, in_channels, traits
-        )
-        d = activation_backward(weighted_sum(inputs, weights, offset, W), ds[u], traits)
-        if traits.PACKED:
-            d = tl.where((i < high)[:, None], d, 0.0)
-        later = push_row(later, d, W)
-        if traits.PACKED:
-            later = clear_at_start(later, ((starts[u] == i) & (i < high))[:, None], W)
-    return rows[W - 1 :], later
 
 
 @triton.jit(do_not_specialize=["T", "N", "strips", "strips_per_row", "strip_tokens", "token_stride"])
@@ -269,63 +267,83 @@ def short_conv_backward_kernel(
     BIAS: tl.constexpr = traits.BIAS
     R: tl.constexpr = traits.R
     BC: tl.constexpr = traits.BC
+    AFTER: tl.constexpr = (W + GROUP - 2) // GROUP * GROUP  # rows after a strip that are processed
     program, group, b, t, low, high, store_low, store_high, channel, in_channels = locate_strips(
         T, cu, ends, N, strips, strips_per_row, strip_tokens, strip_tokens + W - 1, traits
     )
     if traits.GROUPED:
         if tl.max(store_high - store_low, 0) <= 0:
             return
+    store_end = tl.minimum(store_high, strip_tokens)
     weights, offset = load_weights(weight, bias, group, channel, in_channels, traits)
     token = (b * T + t)[:, None]
     stride = token_stride * traits.UNIT
     x_offset = token * stride + channel
     dy_offset = token * traits.CHANNELS + channel
-    dx_offset = token * traits.C + channel
+    dx_stride = traits.C if traits.C > 0 else stride
+    dx_offset = token * dx_stride + channel
     history_offset = (b * 0 if traits.PACKED else b * (W - 1))[:, None] * traits.C + (W - 1) * traits.C + channel
     zero = tl.zeros([R, BC], tl.float32)
-    recent, later = recompute_after_strip(
-        x, x_offset, stride, history, history_offset, sequence_starts, sequence_ids, dy, dy_offset, t, low, high,
-        store_low, in_channels, weights, offset, zero, strip_tokens, traits,
-    )  # fmt: skip
+    end = strip_tokens + AFTER
+    i = end - 1
+    recent = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i, in_channels, W - 1, traits)
+    recent = unpack_rows(recent, x.dtype.element_ty)
+    i -= W - 1
+    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i, in_channels, GROUP, traits)
+    next_ds = load_gradients(dy, dy_offset, store_low, high, end - 1, in_channels, GROUP, traits)
+    next_starts = load_starts(sequence_starts, t, high, end - 1, GROUP, traits)
+    i = end - 1 - GROUP
+    x_rows = row_pointers(x + x_offset + (i - W + 1) * stride, stride, GROUP)
+    dy_rows = row_pointers(dy + dy_offset + i * traits.CHANNELS, traits.CHANNELS, GROUP)
+    dx_rows = row_pointers(dx + dx_offset + (end - 1) * dx_stride, dx_stride, GROUP)
+    start_rows = row_pointers(start_pointers(sequence_starts, t, i, traits), 1, GROUP)
+    later = ()
+    for _ in tl.static_range(W - 1):
+        later = later + (zero,)
     sums = ()
     for _ in tl.static_range(W + 1):
         sums = sums + (zero,)
-    i = strip_tokens - 1
-    ahead = load_rows(x, x_offset, stride, history, history_offset, t, low, high, i - W + 1, in_channels, GROUP, traits)
-    next_ds = load_gradients(dy, dy_offset, store_low, high, i, in_channels, GROUP, traits)
-    next_starts = load_starts(sequence_starts, t, high, i, GROUP, traits)
-    for g in range(0, strip_tokens, GROUP):
+    for g in range(0, end, GROUP):
+        if AFTER > 0 and g == AFTER:
+            # The barrier and values that are no constants keep the branch: compilers would make selects of it.
+            tl.debug_barrier()
+            sums = ()
+            for _ in tl.static_range(W + 1):
+                sums = sums + (zero + (g - AFTER),)
         for u in tl.static_range(GROUP):
-            i = strip_tokens - 1 - g - u
+            i = end - 1 - g - u
             rows = recent + (unpack(ahead[0], x.dtype.element_ty),)
             d = unpack(next_ds[0], dy.dtype.element_ty)
             start = next_starts[0]
             later_i = i - GROUP
-            ahead = ahead[1:] + load_rows(
-                x, x_offset, stride, history, history_offset, t, low, high, later_i - W + 1, in_channels, 1, traits
+            ahead = ahead[1:] + (
+                load_row(x_rows[u], history, history_offset, t, low, high, later_i - W + 1, in_channels, traits),
             )
-            next_ds = next_ds[1:] + load_gradients(dy, dy_offset, store_low, high, later_i, in_channels, 1, traits)
-            next_starts = next_starts[1:] + load_starts(sequence_starts, t, high, later_i, 1, traits)
+            next_ds = next_ds[1:] + (load_gradient(dy_rows[u], store_low, high, later_i, in_channels),)
+            next_starts = next_starts[1:] + (load_start(start_rows[u], t, high, later_i, traits),)
             inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
             d = activation_backward(weighted_sum(inputs, weights, offset, W), d, traits)
-            if traits.PACKED:
-                d = tl.where((i < high)[:, None], d, 0.0)
             new_sums = ()
             for j in tl.static_range(W):
                 new_sums = new_sums + (sums[j] + d * inputs[j],)
             sums = new_sums + (sums[W] + d,)
             dx_i = weighted_sum(((d,) + later), weights, 0.0, W)
-            stored = row_mask(i, store_low, store_high, in_channels)
-            tl.store(dx + dx_offset + i * traits.C, dx_i.to(dx.dtype.element_ty), mask=stored)
+            stored = row_mask(i, store_low, store_end, in_channels)
+            tl.store(dx_rows[u], dx_i.to(dx.dtype.element_ty), mask=stored)
             later = push_row(later, d, W)
             if traits.PACKED:
                 is_first = ((start == i) & (i >= store_low) & (i < high))[:, None]
                 if traits.HISTORY:
+                    in_strip = is_first & (i < strip_tokens)
                     n = tl.load(sequence_ids + t + i, mask=i < high, other=0).to(tl.int64)
                     at = history_offset + n[:, None] * (W - 1) * traits.C
-                    store_history_gradients(dhistory, at, later, weights, is_first & in_channels, traits.C, W)
+                    store_history_gradients(dhistory, at, later, weights, in_strip & in_channels, traits.C, W)
                 later = clear_at_start(later, is_first, W)
             recent = rows[1:]
+        x_rows = advance(x_rows, -GROUP * stride)
+        dy_rows = advance(dy_rows, -GROUP * traits.CHANNELS)
+        dx_rows = advance(dx_rows, -GROUP * dx_stride)
+        start_rows = advance(start_rows, -GROUP)
     if traits.HISTORY and not traits.PACKED:
         at_start = ((t == 0) & (high > 0))[:, None]
         store_history_gradients(dhistory, history_offset, later, weights, at_start & in_channels, traits.C, W)
