@@ -16,7 +16,9 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
-_STATES, _WARPS = 8192, 8  # of a program; with 4 warps a thread would take 189 registers, and two programs fit an SM
+# Of a program. A step of 64 rows of Rodimus, K = 64 and V = 4096, on an H200 takes 77.8 us; 88.5 with twice the states
+# and 110.5 with four times.
+_STATES, _WARPS = 4096, 8
 _COLUMNS = 128
 MAX_KEYS, MAX_RANK = 256, 128
 _OF_TOKEN = ("q", "low", "gate")  # columns of one tensor: their rows may be apart
