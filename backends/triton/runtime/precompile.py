@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 PRECOMPILE = True
-_THREADS = 8
+_THREADS = 16
 _log = logging.getLogger(__name__)
 
 
