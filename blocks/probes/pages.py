@@ -1,6 +1,7 @@
 """The pages of docs/evidence/, as Markdown from runs: the tables, a page per claim, and the comparison on a text."""
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from deltazoo.backends.io.markdown_text import wrap_prose
@@ -11,6 +12,7 @@ from deltazoo.blocks.probes.records import Run, cells
 from deltazoo.blocks.probes.report import (
     capacity_table,
     environments,
+    length_table,
     position_table,
     run_table,
     score_table,
@@ -22,6 +24,7 @@ from deltazoo.blocks.probes.tasks.capacity import Capacity
 from deltazoo.blocks.probes.verdicts import outcome, verdict
 
 _FOLDER = "blocks/probes/results"
+_FEW_LENGTHS = 2  # which the table of the runs shows
 _CELL = (
     "A cell is the accuracy in percent on the longest sequences of the task, up to 16 times as long as those of the "
     "training: the mean over the seeds at the best learning rate, and in parentheses the lowest and the highest seed. "
@@ -54,7 +57,7 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         f"Small models of each mixer, trained on synthetic tasks. {_CELL}Each mixer has its default fields: GLA, for "
         f"instance, has no short convolution, attention has rotary embeddings, and DeltaProduct has eigenvalues in "
         f"[-1, 1]. Parameters and states of the mixers differ.",
-        "Claims of papers, checked in these settings:",
+        "Claims, most of them of papers, checked in these settings:",
         "\n".join(
             f"- [{claim.title}]({name}.md): {outcome(claim, runs)}" if name in begun else f"- {claim.title}: not run"
             for name, claim in CLAIMS.items()
@@ -88,9 +91,11 @@ def page(name: str, runs: Sequence[Run]) -> str:
         about = "Accuracies scaled so that guessing has 0 and perfect answers have 100."
         sections.append(_Section("Published figures", about, _published(claim, used)))
     for task in claim.tasks:
-        capacity = [run for run in used if run.task == task and isinstance(task_of(task), Capacity)]
-        if capacity:
-            sections.append(_Section(f"Recall over the number of pairs, {task}", "", capacity_table(capacity)))
+        of_task = [run for run in used if run.task == task]
+        if of_task and isinstance(task_of(task), Capacity):
+            sections.append(_Section(f"Recall over the number of pairs, {task}", "", capacity_table(of_task)))
+        elif of_task and len(task_of(task).lengths) > _FEW_LENGTHS:
+            sections.append(_Section(f"Accuracy over the length, {task}", "", length_table(of_task)))
     return _page(claim.title, paragraphs, used, sections, [f"--claim {name}"])
 
 
@@ -151,14 +156,32 @@ def _scaled(accuracy: float, chance: float) -> str:
     return f"{100 * (accuracy - chance) / (1 - chance):.2f}"
 
 
+def _with_and_without_gates(runs: Sequence[Run]) -> list[str]:
+    """Compare each delta rule with its gated form at the training length and at the longest one."""
+    found = {mixer: cell.runs for (_, mixer), cell in cells(runs).items()}
+    sentences = []
+    for plain, gated in (("deltanet", "gated_deltanet"), ("efla", "gated_efla")):
+        if plain in found and gated in found:
+            at = (
+                f"{fmean(run.bits[length] for run in found[plain]):.3f} and "
+                f"{fmean(run.bits[length] for run in found[gated]):.3f} bits at {length:,} bytes"
+                for length in (runs[0].settings["length"], max(runs[0].bits))
+            )
+            sentences.append(f"`{plain}` and `{gated}`, which adds a decay, have {' and '.join(at)}.")
+    return [" ".join(sentences)] if sentences else []
+
+
 def _text_page(runs: Sequence[Run]) -> str:
     paragraphs = [
         "Models of bytes with equal parameters, by the width of their MLPs, and equal training tokens. A cell is the "
         "mean cross entropy in bits per byte of the second half of windows of this length, which are parts of the text "
-        "that were not trained on. Longer windows than the training length show how a mixer extrapolates.",
-        "The text is the sources of Python's standard library, of the version below. Runs that shared a GPU have equal "
-        "shares of the time, so that seconds compare only roughly. MoM is missing, because its memories alone have "
-        "more parameters than the others.",
+        "that were not trained on. Longer windows than the training length show how a mixer extrapolates. The windows "
+        "of each length are other parts of the text, so that cells compare down a column. In parentheses are the "
+        "lowest and the highest seed at the training length.",
+        *_with_and_without_gates(runs),
+        "The text is the sources of Python's standard library, of the version below, about 11 MB: the training passes "
+        "over it three times. Runs that shared a GPU have equal shares of the time, so that seconds compare only "
+        "roughly. MoM is missing, because its memories alone have more parameters than the others.",
     ]
     sections = [_Section("", "", position_table(table.of_group(runs, ("text",))))]
     return _page("Models of a text", paragraphs, runs, sections, ["--tasks text --mixers NAMES"])
@@ -173,7 +196,7 @@ def _page(
         for heading, about, body in ((each[0], each[1], each[2].markdown([]).strip()) for each in sections)
     ]
     tasks = dict.fromkeys(run.task for run in runs)
-    settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task)}.") for task in tasks)
+    settings = "\n".join(wrap_prose(f"- {task}: {task_line(task)}. {source_line(task, tasks)}.") for task in tasks)
     how = wrap_prose(
         "The learning rate is the best of the task's rates with seed 0, by the mean accuracy over the lengths; for a "
         "text, by the accuracy at the training length. A run ends early if it solves the task at every length, and so "

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,9 @@ from deltazoo.backends.measure.table import Table
 from deltazoo.blocks.inspect.figure import new_figure
 from deltazoo.blocks.probes.prefix_task import PrefixTask
 from deltazoo.blocks.probes.records import Cell, Run, cells
+from deltazoo.blocks.probes.tasks import TASKS
 from deltazoo.blocks.probes.tasks import task as task_of
+from deltazoo.blocks.probes.tasks.text import TextTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -91,17 +93,33 @@ def capacity_table(runs: Sequence[Run]) -> Table:
     return Table(columns, rows)
 
 
+def length_table(runs: Sequence[Run]) -> Table:
+    """Return a row per mixer: the mean accuracy at each length in percent."""
+    lengths = sorted(runs[0].accuracy)
+    rows = [
+        [cell.mixer, *(f"{100 * fmean(run.accuracy[length] for run in cell.runs):.1f}" for length in lengths)]
+        for cell in cells(runs).values()
+    ]
+    return Table(["mixer", *(f">{length:,} tokens" for length in lengths)], rows)
+
+
 def position_table(runs: Sequence[Run]) -> Table:
-    """Return a row per mixer: the mean bits per byte at its best rate, in the second half of each length."""
-    lengths = sorted(runs[0].bits)
+    """Return a row per mixer: the mean bits per byte at its best rate, in the second half of each length.
+
+    At the training length also the lowest and the highest of the seeds.
+    """
+    lengths, trained = sorted(runs[0].bits), runs[0].settings["length"]
     columns = ["mixer", ">learning rate", ">seeds", ">parameters", ">s per run"]
     columns += [f">{n // 2:,}-{n:,}" for n in lengths]
     rows = []
     for cell in cells(runs).values():
-        bits = [fmean(run.bits[length] for run in cell.runs) for length in lengths]
         first, seconds = cell.runs[0], fmean(run.seconds for run in cell.runs)
+        bits = {length: [run.bits[length] for run in cell.runs] for length in lengths}
+        means = {length: f"{fmean(each):.3f}" for length, each in bits.items()}
+        if len(cell.runs) > 1 and trained in means:
+            means[trained] += f" ({min(bits[trained]):.3f} to {max(bits[trained]):.3f})"
         figures = [f"{cell.rate:g}", str(len(cell.runs)), f"{first.parameters:,}", f"{seconds:.1f}"]
-        rows.append([cell.mixer, *figures, *(f"{x:.3f}" for x in bits)])
+        rows.append([cell.mixer, *figures, *means.values()])
     return Table(columns, rows)
 
 
@@ -112,18 +130,29 @@ def task_line(name: str) -> str:
     place = "in the second half of" if isinstance(task, PrefixTask) else "of"
     layers = f"{task.depth} layer{'s' * (task.depth > 1)} of width {task.width} with {task.heads} heads"
     count = max(1, task.evaluation_tokens // length)
+    score = (
+        f"accuracy {place} {count:,} sequences of {length:,} tokens in percent, mean over seeds (lowest to highest), "
+        f"chance {100 * task.chance:.1f}"
+    )
+    if isinstance(task, TextTask):
+        score = f"cross entropy {place} {length:,} bytes, and of shorter windows, {task.evaluation_tokens:,} in all"
+    rates = ", ".join(f"{x:g}" for x in task.rates)
     return (
-        f"{task.about}; accuracy {place} {count:,} sequences of {length:,} tokens in percent, "
-        f"mean over seeds (lowest to highest), chance {100 * task.chance:.1f}; trained on {task.length:,} "
-        f"tokens, {task.steps:,} steps with batch size {task.batch}; {layers}; best of the learning rates "
-        f"{', '.join(f'{x:g}' for x in task.rates)}"
+        f"{task.about}; {score}; trained on {task.length:,} tokens, {task.steps:,} steps with batch size {task.batch}; "
+        f"{layers}; {'best of the learning rates' if len(task.rates) > 1 else 'learning rate'} {rates}"
     )
 
 
-def source_line(name: str) -> str:
-    """Name the source of a task, and how the settings differ from its own."""
+def source_line(name: str, others: Container[str] = ()) -> str:
+    """Name the source of a task, and how the settings differ from its own.
+
+    Args: others: tasks that are described, too.
+    """
     task = task_of(name)
-    return f"Source: {task.source}" + (f". Settings: {task.difference}" if task.difference else "")
+    base = next((each for each, default in TASKS.items() if type(default) is type(task) and not default.changes), None)
+    if task.changes and base in others:
+        return f"Source: {task.source}. Settings of `{base}` but for {task.changes}"
+    return f"Source: {task.source}. Settings: {task.difference}"
 
 
 def environments(runs: Sequence[Run]) -> list[str]:

@@ -80,9 +80,15 @@ class Task(FrozenConfig, ABC):
         return 0
 
     @property
+    def changes(self) -> str:
+        """The fields that differ from the defaults, which `scaled` describes, and their values."""
+        defaults = dict(self.model_validate({}))
+        return ", ".join(f"{name} {_listed(value)}" for name, value in self if value != defaults[name])
+
+    @property
     def difference(self) -> str:
-        """How the settings differ from those of the source; "" unless they are the defaults."""
-        return self.scaled if self == self.model_validate({}) else ""
+        """How the settings differ from those of the source."""
+        return f"{self.scaled}; but here {self.changes}" if self.changes else self.scaled
 
     @abstractmethod
     def draw(self, batch: int, length: int, generator: Generator) -> Batch:
@@ -107,3 +113,7 @@ class Task(FrozenConfig, ABC):
     def last_half(self, batch: Batch) -> Batch:
         """Keep the scored answers. Tasks with an answer at every token score the last half of the sequence."""
         return batch
+
+
+def _listed(value: object) -> str:
+    return " and ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -79,8 +79,10 @@ def _doubt(
         return [_unlearned(compared[mixer]) for mixer in unlearned]
     if claim.solved:
         return []
-    if not holds and scores[high] >= 1 - _MARGIN:
+    if not holds and min(scores[low], scores[high]) >= 1 - _MARGIN:
         return [f"The task does not separate them: `{high}` has {100 * scores[high]:.1f} %."]
+    if not holds and len(compared[low].runs[0].settings["rates"]) == 1:
+        return [f"One learning rate was tried, {compared[low].rate:g}; others may be better for `{low}`."]
     ours, theirs = ([run.score for run in compared[mixer].runs] for mixer in (low, high))
     if len(ours) == len(theirs) == 1:
         return ["Each of them has one seed."]
@@ -93,8 +95,12 @@ def _doubt(
 
 
 def _has_learned(run: Run) -> bool:
-    """Whether a run is nearer to perfect answers than to chance at the training length, if longer ones are scored."""
-    return max(run.accuracy) <= run.settings["length"] or run.trained >= (1 + run.chance) / 2
+    """Whether a run is nearer to perfect answers than to chance at the training length or a shorter one.
+
+    A run with one length is taken to have learned what it can.
+    """
+    known = [accuracy for length, accuracy in run.accuracy.items() if length <= run.settings["length"]]
+    return len(run.accuracy) == 1 or max(known, default=run.trained) >= (1 + run.chance) / 2
 
 
 def _unlearned(cell: Cell) -> str:
@@ -110,12 +116,22 @@ def _stability(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     }
     common = set.intersection(*(set(ended[mixer]) for mixer in (*claim.better, *claim.worse)))
     same = {mixer: [diverged for place, diverged in each.items() if place in common] for mixer, each in ended.items()}
+    holds: bool | None
     holds = not any(any(same[mixer]) for mixer in claim.better) and all(any(same[mixer]) for mixer in claim.worse)
+    lone = [
+        f"`{mixer}` also diverged at rate {rate:g}, seed {seed}, which the other side has not run."
+        for mixer in claim.worse
+        for (rate, seed), diverged in ended[mixer].items()
+        if diverged and (rate, seed) not in common
+    ]
+    if not holds and lone and not any(any(same[mixer]) for mixer in claim.better):
+        holds = None
     counts = ", ".join(f"`{mixer}` {sum(each)} of {len(each)}" for mixer, each in same.items())
     return Verdict(
         holds,
         [
             f"On {task} the claim {_HOLDS[holds]} in these settings. Runs that diverged, of the rates and seeds that "
-            f"both sides have: {counts}. A run ends as diverged if its loss is not finite at one of ten evaluations."
+            f"both sides have: {counts}. A run ends as diverged if its loss is not finite at one of ten evaluations.",
+            *lone,
         ],
     )

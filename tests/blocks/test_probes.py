@@ -98,8 +98,13 @@ def test_wrong_tasks_are_refused_in_a_sentence():
 
 def test_a_task_states_how_its_defaults_differ_from_its_source():
     longer = task("mqar(length=512,pairs=64)")
-    assert task("mqar").difference == task("mqar").scaled and longer.difference == ""
+    assert task("mqar").difference == task("mqar").scaled
+    assert longer.changes == "length 512, lengths 512, pairs 64"
+    assert longer.difference == f"{task('mqar').scaled}; but here {longer.changes}"
     assert longer.lengths == (512,)
+    assert report.source_line("mqar(length=512,pairs=64)", {"mqar"}).endswith(
+        f"Settings of `mqar` but for {longer.changes}"
+    )
 
 
 def test_every_mixer_gets_the_sizes_of_the_task_unless_it_names_its_own():
@@ -238,10 +243,11 @@ def finished(tmp_path_factory):
     """Runs with set scores: two mixers on parity, the first with three seeds at its best rate."""
     one_rate, folder = TINY.replace("1e-2,1e-3", "1e-2"), tmp_path_factory.mktemp("runs")
     (run,) = probe([(["deltanet"], [one_rate])], folder, ProbeConfig(seeds=1, workers=1)).runs
+    settings = run.settings | {"rates": [1e-2, 1e-3], "length": 40}
 
     def scored(mixer, rate, seed, score):
         figures = {"task": "parity", "mixer": mixer, "rate": rate, "seed": seed, "accuracy": {40: 1.0, 256: score}}
-        return run.model_copy(update=figures)
+        return run.model_copy(update=figures | {"settings": settings})
 
     return [
         scored("better", 1e-2, 0, 0.8),
@@ -310,6 +316,22 @@ def test_a_verdict_names_what_leaves_a_claim_undecided(finished):
     assert undecided(claim, [finished[0], *worse]) == "Each of them has one seed."
     equal = with_accuracy([*better, *worse, seed], 1.0, 1.0)
     assert undecided(claim, equal) == "The task does not separate them: `worse` has 100.0 %."
+    one_rate = [
+        run.model_copy(update={"settings": run.settings | {"rates": [1e-3]}})
+        for run in [*better, *with_accuracy([*worse, seed], 1.0, 0.99)]
+    ]
+    assert undecided(claim, one_rate) == "One learning rate was tried, 0.001; others may be better for `better`."
+
+
+def test_a_mixer_that_fails_at_every_number_of_pairs_has_not_learned(finished):
+    claim = claims.Claim("", "", "", ("parity",), ("better",), ("worse",), learned=True)
+
+    def holds(shorter):
+        runs = [run.model_copy(update={"settings": run.settings | {"length": 256}}) for run in finished]
+        runs[-1] = runs[-1].model_copy(update={"accuracy": {40: shorter, 256: 0.2}})
+        return verdicts.verdict(claim, "parity", runs).holds
+
+    assert (holds(0.9), holds(0.2)) == (True, None)
 
 
 def test_a_claim_about_stability_counts_runs_at_the_same_rates_and_seeds(finished):
@@ -320,7 +342,9 @@ def test_a_claim_about_stability_counts_runs_at_the_same_rates_and_seeds(finishe
     assert found.holds is True
     assert "`better` 0 of 1, `worse` 1 of 1" in found.sentences[0]
     other_seed = [run.model_copy(update={"seed": run.seed + 3 * (run.mixer == "worse")}) for run in diverged]
-    assert verdicts.verdict(claim, "parity", other_seed).holds is False
+    found = verdicts.verdict(claim, "parity", other_seed)
+    assert found.holds is None
+    assert found.sentences[1] == "`worse` also diverged at rate 0.001, seed 3, which the other side has not run."
 
 
 @pytest.mark.parametrize("name", claims.CLAIMS)
