@@ -22,15 +22,9 @@ COMPILE_BACKEND = [
         "test", f"mixers/test_equations_delta.py{EQUATION}[chunked-comba]",
     ),
     Mutation(
-        "compile: the backward of a decay per channel reuses the factors of the forward",
-        "backends/compile/intra_chunk_channel.py",
-        "g_again = g + (gradient.isnan() & (gradient > 0)).to(g.dtype)", "g_again = g",
-        "test", "backends/test_intra_chunk.py::test_a_compiled_update_saves_no_factors_of_the_levels",
-    ),
-    Mutation(
         "compile: the last decay of a chunk has no gradient by the write keys",
-        "backends/compile/intra_chunk_channel.py",
-        "+ d_last.sum(2, keepdim=True)", "", "test",
+        "backends/compile/decayed_keys.py",
+        "of_g[:, -1] += d_last.sum(1)", "", "test",
         "backends/test_intra_chunk.py::test_decayed_keys_equal_their_equations_with_their_gradients[early0-qk-3-4]",
     ),
     Mutation(

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from deltazoo import UpdateInputs, UpdateSpec, bind
 from deltazoo.backends import CompileBackend
-from deltazoo.backends.compile.intra_chunk_channel import _DecayedKeys
+from deltazoo.backends.compile.decayed_keys import KeyOperands, decayed_keys
 
 N, Z, K = 2, 1, 3
 
 
 def equations(early: tuple[bool, ...], g: Tensor, decay: Tensor, *keys: Tensor | None) -> list[Tensor]:
-    """What `_DecayedKeys` returns, by its equations."""
+    """What `decayed_keys` returns, by its equations."""
     q, e, k, b = keys
     g_rows = [g - decay if is_early else g for is_early in early]
     rows = [(x, g_row) for x, g_row in zip((q, e), g_rows, strict=False) if x is not None]
@@ -44,7 +44,8 @@ def test_decayed_keys_equal_their_equations_with_their_gradients(early, kinds, w
     g = decay.detach().cumsum(2).requires_grad_()
     keys = [draw(N, Z, M, K) if kind in kinds else None for kind in "qekb"]
     inputs = [x for x in (g, decay, *keys) if x is not None]
-    actual = [x for x in _DecayedKeys.apply(early, g, decay, *keys) if x is not None]
+    products, decayed = decayed_keys(KeyOperands(g, decay, *keys), early)
+    actual = [products, *decayed.of_keys()]
     expected = equations(early, g, decay, *keys)
     cotangents = [draw(*x.shape).detach() for x in expected]
     gradients = [
