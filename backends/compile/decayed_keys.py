@@ -173,7 +173,7 @@ def _parts(x: KeyOperands, early: Sequence[bool]) -> Iterator[tuple[slice, _Part
     """Yield parts of the N Z rows, and their places."""
     g, decay, *keys = (y.flatten(0, 1) for y in (x.g, x.decay, *x.of_keys()))
     X, M, K = keys[0].shape
-    count = max(1, _SEGMENT // (M * K)) if x.q.is_cpu else X
+    count = max(1, _SEGMENT // (M * K) if x.q.is_cpu else X)
     for first in range(0, X, count):
         places = slice(first, first + count)
         late_g = g[places]
