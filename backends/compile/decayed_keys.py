@@ -14,7 +14,7 @@ W kinds of columns (write keys), L blocks of a level
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +213,7 @@ def _exp_of_difference(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
     return (a - b).to(like.dtype).exp_()
 
 
-def _once(function: Any, values: list[Tensor]) -> list[Tensor]:
+def _once(function: Callable[[Tensor], Tensor], values: list[Tensor]) -> list[Tensor]:
     """Apply a function to each value, once to those that are the same tensor."""
     results = {key: function(value) for key, value in {id(value): value for value in values}.items()}
     return [results[id(value)] for value in values]

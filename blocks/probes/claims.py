@@ -194,8 +194,8 @@ CLAIMS = {
         "28 x 28 real numbers: a scaled pixel is another token.",
     ),
     "mixture-of-memories": Claim(
-        "A mixture of memories recalls more",
-        "With four memories, of which each token uses two, and one that all tokens use, MoM recalls more pairs than "
+        "Mixture of memories improves recall",
+        "MoM has four routed memories, of which each token uses two, and one shared memory. It recalls more pairs than "
         "Gated DeltaNet, whose state has the size of one memory.",
         "Du 2025, arXiv 2502.13685",
         ("capacity_long",),

@@ -1,7 +1,6 @@
 """The pages of docs/evidence/, as Markdown from runs: the tables, a page per claim, and the comparison on a text."""
 
 from collections.abc import Iterable, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from deltazoo.backends.io.markdown_text import wrap_prose
@@ -158,13 +157,12 @@ def _scaled(accuracy: float, chance: float) -> str:
 
 def _with_and_without_gates(runs: Sequence[Run]) -> list[str]:
     """Compare each delta rule with its gated form at the training length and at the longest one."""
-    found = {mixer: cell.runs for (_, mixer), cell in cells(runs).items()}
+    found = {mixer: cell for (_, mixer), cell in cells(runs).items()}
     sentences = []
     for plain, gated in (("deltanet", "gated_deltanet"), ("efla", "gated_efla")):
         if plain in found and gated in found:
             at = (
-                f"{fmean(run.bits[length] for run in found[plain]):.3f} and "
-                f"{fmean(run.bits[length] for run in found[gated]):.3f} bits at {length:,} bytes"
+                f"{found[plain].bits(length):.3f} and {found[gated].bits(length):.3f} bits at {length:,} bytes"
                 for length in (runs[0].settings["length"], max(runs[0].bits))
             )
             sentences.append(f"`{plain}` and `{gated}`, which adds a decay, have {' and '.join(at)}.")

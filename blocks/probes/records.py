@@ -121,6 +121,14 @@ class Cell(NamedTuple):
         """The score of the best seed."""
         return max(run.score for run in self.runs)
 
+    def accuracy(self, length: int) -> float:
+        """Return the mean accuracy of the seeds at a length."""
+        return fmean(run.accuracy[length] for run in self.runs)
+
+    def bits(self, length: int) -> float:
+        """Return the mean cross entropy of the seeds at a length."""
+        return fmean(run.bits[length] for run in self.runs)
+
     def text(self) -> str:
         """Format the mean in percent, with the lowest and the highest seed, and the number that diverged."""
         scores = [run.score for run in self.runs]

@@ -85,7 +85,7 @@ def capacity_table(runs: Sequence[Run]) -> Table:
     columns = ["mixer", *_MEMORY, ">most pairs with recall of 90 %", *(f">{n // 4}" for n in lengths)]
     rows = []
     for cell in cells(runs).values():
-        means = [fmean(run.accuracy[length] for run in cell.runs) for length in lengths]
+        means = [cell.accuracy(length) for length in lengths]
         kept = max((n // 4 for n, mean in zip(lengths, means, strict=True) if mean >= _RECALLED), default=0)
         first = cell.runs[0]
         figures = [f"{first.state_bytes:,}", f"{first.cache_bytes:,}", str(kept) if kept else "none"]
@@ -97,8 +97,7 @@ def length_table(runs: Sequence[Run]) -> Table:
     """Return a row per mixer: the mean accuracy at each length in percent."""
     lengths = sorted(runs[0].accuracy)
     rows = [
-        [cell.mixer, *(f"{100 * fmean(run.accuracy[length] for run in cell.runs):.1f}" for length in lengths)]
-        for cell in cells(runs).values()
+        [cell.mixer, *(f"{100 * cell.accuracy(length):.1f}" for length in lengths)] for cell in cells(runs).values()
     ]
     return Table(["mixer", *(f">{length:,} tokens" for length in lengths)], rows)
 
@@ -114,10 +113,10 @@ def position_table(runs: Sequence[Run]) -> Table:
     rows = []
     for cell in cells(runs).values():
         first, seconds = cell.runs[0], fmean(run.seconds for run in cell.runs)
-        bits = {length: [run.bits[length] for run in cell.runs] for length in lengths}
-        means = {length: f"{fmean(each):.3f}" for length, each in bits.items()}
+        means = {length: f"{cell.bits(length):.3f}" for length in lengths}
         if len(cell.runs) > 1 and trained in means:
-            means[trained] += f" ({min(bits[trained]):.3f} to {max(bits[trained]):.3f})"
+            of_seeds = [run.bits[trained] for run in cell.runs]
+            means[trained] += f" ({min(of_seeds):.3f} to {max(of_seeds):.3f})"
         figures = [f"{cell.rate:g}", str(len(cell.runs)), f"{first.parameters:,}", f"{seconds:.1f}"]
         rows.append([cell.mixer, *figures, *means.values()])
     return Table(columns, rows)
@@ -203,7 +202,7 @@ def _draw_curves(figure: "SubFigure", grouped: Axes, lines: int) -> None:
         for n, mixer in enumerate(mixers):
             if (cell := found.get((tasks[place], mixer))) is not None:
                 lengths = sorted(cell.runs[0].accuracy)
-                means = [fmean(run.accuracy[length] for run in cell.runs) for length in lengths]
+                means = [cell.accuracy(length) for length in lengths]
                 style = ("o-", "s--", "^:")[n // 10 % 3]
                 (handles[mixer],) = curve_axes.plot(lengths, means, style, color=f"C{n % 10}", markersize=3)
         curve_axes.axhline(task_of(tasks[place]).chance, color="grey", linestyle=":", linewidth=1)

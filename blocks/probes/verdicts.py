@@ -97,7 +97,7 @@ def _doubt(
 def _has_learned(run: Run) -> bool:
     """Whether a run is nearer to perfect answers than to chance at the training length or a shorter one.
 
-    A run with one length is taken to have learned what it can.
+    A run that is scored at one length counts as having learned the task.
     """
     known = [accuracy for length, accuracy in run.accuracy.items() if length <= run.settings["length"]]
     return len(run.accuracy) == 1 or max(known, default=run.trained) >= (1 + run.chance) / 2
@@ -116,21 +116,20 @@ def _stability(claim: Claim, task: str, runs: Sequence[Run]) -> Verdict:
     }
     common = set.intersection(*(set(ended[mixer]) for mixer in (*claim.better, *claim.worse)))
     same = {mixer: [diverged for place, diverged in each.items() if place in common] for mixer, each in ended.items()}
-    holds: bool | None
-    holds = not any(any(same[mixer]) for mixer in claim.better) and all(any(same[mixer]) for mixer in claim.worse)
+    is_stable = not any(any(same[mixer]) for mixer in claim.better)
+    holds = is_stable and all(any(same[mixer]) for mixer in claim.worse)
     lone = [
         f"`{mixer}` also diverged at rate {rate:g}, seed {seed}, which the other side has not run."
         for mixer in claim.worse
         for (rate, seed), diverged in ended[mixer].items()
         if diverged and (rate, seed) not in common
     ]
-    if not holds and lone and not any(any(same[mixer]) for mixer in claim.better):
-        holds = None
+    decided = None if lone and is_stable and not holds else holds
     counts = ", ".join(f"`{mixer}` {sum(each)} of {len(each)}" for mixer, each in same.items())
     return Verdict(
-        holds,
+        decided,
         [
-            f"On {task} the claim {_HOLDS[holds]} in these settings. Runs that diverged, of the rates and seeds that "
+            f"On {task} the claim {_HOLDS[decided]} in these settings. Runs that diverged, of the rates and seeds that "
             f"both sides have: {counts}. A run ends as diverged if its loss is not finite at one of ten evaluations.",
             *lone,
         ],
