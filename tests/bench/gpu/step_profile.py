@@ -1,7 +1,7 @@
 """Print the kernels of a captured decoding step: python step_profile.py [compiled] MODEL[:BATCH[:PROMPT]]...
 
-MODEL is a name of generate.py. For each kernel: launches in a step, and microseconds from its start to the start of the
-next kernel, of which overlapping kernels share the time. Needs a CUDA device.
+MODEL is a name of generate.py. For each kernel: launches in a step, and microseconds from the end of the kernel before
+it to its end: a kernel that starts early ends after the one before it. Needs a CUDA device.
 """
 
 import collections
@@ -29,11 +29,11 @@ def kernel_lines(call):
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
-    kernels = sorted((e["ts"], e["dur"], f"{e['name'][:90]} {e['args'].get('grid', '')}") for e in events)
+    kernels = sorted((e["ts"] + e["dur"], e["dur"], f"{e['name'][:90]} {e['args'].get('grid', '')}") for e in events)
     count, time = collections.Counter(), collections.Counter()
-    for (start, duration, kernel), (following, *_) in itertools.pairwise([*kernels, (float("inf"), 0, "")]):
+    for (before, *_), (end, duration, kernel) in itertools.pairwise([(-float("inf"), 0, ""), *kernels]):
         count[kernel] += 1
-        time[kernel] += min(following - start, duration + 20)
+        time[kernel] += min(end - before, duration + 20)
     lines = [
         f"    {us / STEPS:8.1f} us {count[kernel] / STEPS:6.1f} x  {kernel}" for kernel, us in time.most_common(24)
     ]
