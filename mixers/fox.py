@@ -22,7 +22,7 @@ from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.activations import activation_like
-from deltazoo.mixers.core.decode_maps import apply_to_input
+from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, PageTable, Place
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HeadShape, OutputArguments
@@ -166,7 +166,7 @@ class FoXMixer(TokenCacheMixer):
         if self.to_gate is not None:
             gate = products["gate"].view(o.shape)
             o = apply_gate(o, gate, self.gate_activation)
-        return self.out(o.flatten(2))
+        return apply_output(o.flatten(2), self.out)
 
     def _attend_with_channels(
         self, tokens: QKV, sums: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
+from deltazoo.mixers.core.decode_maps import apply_output
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.token_step import Around
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
@@ -74,4 +75,5 @@ class H3Mixer(FilterMixer):
         if context.mask is not None:  # the bias of the map makes padded tokens nonzero
             k, v = k * context.mask[..., None], v * context.mask[..., None]
         shifted = self.apply_filter("shift", k, state, new, context)
-        return self.out(self.apply_around("diagonal", shifted, state, new, context, Around(factor=v, gate=q)))
+        y = self.apply_around("diagonal", shifted, state, new, context, Around(factor=v, gate=q))
+        return apply_output(y, self.out)

@@ -21,6 +21,7 @@ from deltazoo.backends.triton.conv.long_step_op import LongStepCall, long_conv_s
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.backends.update.watch import record_call, runs_by_kernel
+from deltazoo.mixers.core.decode_maps import apply_output
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
@@ -84,7 +85,8 @@ class HyenaMixer(FilterMixer):
         streams = self.apply_convolved("short", self.to_streams, x, state, new, context)
         x1, x2, v = streams.chunk(3, -1)
         v = v if context.mask is None else v * context.mask[..., None]
-        return self.out(self.apply_around("long", v, state, new, context, Around(factor=x2, gate=x1)))
+        y = self.apply_around("long", v, state, new, context, Around(factor=x2, gate=x1))
+        return apply_output(y, self.out)
 
 
 class LongConv(nn.Module, CachingFilter, FilterStep):

@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from deltazoo.backends.update.base import Backend
+from deltazoo.mixers.core.decode_maps import apply_output
 from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -56,4 +57,4 @@ class LFM2ConvMixer(FilterMixer):
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
         before, after, value = self.to_bcx(x).chunk(3, -1)
-        return self.out(after * self.apply_filter("conv", before * value, state, new, context))
+        return apply_output(after * self.apply_filter("conv", before * value, state, new, context), self.out)

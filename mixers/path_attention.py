@@ -29,7 +29,7 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.backends.update.watch import runs_by_kernel
-from deltazoo.mixers.core.decode_maps import apply_to_input
+from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
 from deltazoo.mixers.core.sequences import segment_cumsum, token_counts, unpack
@@ -186,7 +186,7 @@ class PathAttentionMixer(TokenCacheMixer):
             o = self._attend_all(Operands(*share.scatter(operands)), own, new, context.of_line())
         if state is not None:
             new |= {n: write_back(state[n], share.all(new[n], dim)) for n, dim in HEADS.items() if n in state}
-        return self.out(share.gather(o.to(operands.v.dtype)).flatten(2))
+        return apply_output(share.gather(o.to(operands.v.dtype)).flatten(2), self.out)
 
     def _attend_all(
         self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context

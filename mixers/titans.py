@@ -16,7 +16,7 @@ from deltazoo.backends.ops.fast_weights.neural_memory import neural_memory
 from deltazoo.backends.ops.fast_weights.neural_memory_chunks import MemoryOperands
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import Backend, state_dtype
-from deltazoo.mixers.core.decode_maps import apply_to_input
+from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
@@ -102,7 +102,7 @@ class TitansMixer(FastWeightMixer):
         o, model = neural_memory(MemoryOperands(q, k, v, eta, theta, alpha, first, stored, spans), self.chunk)
         self.store_model(model, x, state, new, context)
         y = self.norm(share.gather(o).flatten(2).to(x.dtype))
-        return self.out(y * F.silu(mapped["gate"]))
+        return apply_output(y * F.silu(mapped["gate"]), self.out)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.fast_weights.ttt_linear import ttt_linear
 from deltazoo.backends.ops.fast_weights.ttt_linear_chunks import TTTOperands
 from deltazoo.backends.update.base import Backend, state_dtype
-from deltazoo.mixers.core.decode_maps import apply_to_input
+from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
@@ -115,7 +115,7 @@ class TTTLinearMixer(FastWeightMixer):
         o, model = ttt_linear(TTTOperands(q, k, v, eta, place_rate, gain, bias, first_W, first_b, W, G, b, g, spans))
         self.store_model(model, x, state, new, context)
         y = self.norm(share.gather(o).flatten(2).to(dtype)).to(x.dtype)
-        return self.out(y * nn.functional.gelu(mapped["gate"], approximate="tanh"))
+        return apply_output(y * nn.functional.gelu(mapped["gate"], approximate="tanh"), self.out)
 
 
 class OutputNorm(nn.LayerNorm):

@@ -62,14 +62,15 @@ class DotLaunch(NamedTuple):
     A form that loaded x through registers and applied the norm there took 2255, 2017, 1699 and 3496.
 
     Args:
-        rows: rows of the weights of a program. block: inputs that it loads at a time. stages: most blocks in flight.
-        share: programs that must fit the shared memory of an SM.
+        rows: rows of the weights of a program. block: inputs that it loads at a time. stages: most blocks in flight;
+            with 5 the next kernel fits an SM beside a program.
+        share: programs that must fit the shared memory of an SM, unless each has an SM of its own.
     """
 
     rows: int = 64
     block: int = 128
     warps: int = 4
-    stages: int = 8
+    stages: int = 5
     share: int = 2
 
 
@@ -237,7 +238,8 @@ def _launch_dots(
     span = span_of(tiles[-1], D, device.processors, launch.block)
     splits = cdiv(D, span)
     columns, size = max(16, power_of_two(M)), x.dtype.itemsize
-    available = device.shared_memory // launch.share - _RESERVED
+    share = launch.share if tiles[-1] * splits > device.processors else 1
+    available = device.shared_memory // share - _RESERVED
     fitting = available // ((launch.rows + columns) * launch.block * size)
     stages = max(2, min(launch.stages, cdiv(span, launch.block), fitting))
     dots = FewRowsTraits(
@@ -268,7 +270,7 @@ def _launch_dots(
 
 def span_of(tiles: int, D: int, processors: int, block: int) -> int:
     """Return the inputs of a program, a multiple of the block: all, or fewer if so many tiles leave SMs idle."""
-    splits = max(1, min(cdiv(processors, tiles), D // _LEAST_SPAN)) if 2 * tiles <= processors else 1
+    splits = max(1, min(processors // tiles, D // _LEAST_SPAN))
     return cdiv(cdiv(D, splits), block) * block
 
 

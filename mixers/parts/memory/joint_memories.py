@@ -25,6 +25,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_maps import apply_output
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import (
@@ -281,7 +282,7 @@ class JointMemories(nn.Module):
                 parts.pop(0)
             else:
                 o, _ = call_part(part, o, OutputArguments(x, inputs, inputs), None, Context())
-        return self.out(o.flatten(2))
+        return apply_output(o.flatten(2), self.out)
 
 
 def _output(known: Tensor | None, layer: nn.Module, x: Tensor) -> Tensor:
