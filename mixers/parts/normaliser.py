@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_, takes_state
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.spec import Decay
 from deltazoo.mixers.core.decode_maps import adds_to_product
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart, OutputArguments, OutputPart, ResizesHeads
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
-from deltazoo.mixers.parts.feature_maps import RandomFourierFeatures
+from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures
 from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.gates.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
@@ -29,7 +30,7 @@ from deltazoo.mixers.parts.projections import QKVProjection
 class _Step(NamedTuple):
     """What a decode step reads, by the names of `NormalisedCall`.
 
-    maps: of the input, to raw gates and the output gate.
+    maps: of the input, to raw gates and the output gate. gates: "": there are none.
     """
 
     gates: str
@@ -42,6 +43,7 @@ class _Step(NamedTuple):
     norm_weight: Tensor | None = None
     norm_eps: float = 0.0
     activation: str = ""
+    feature: str = ""
 
 
 class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
@@ -56,7 +58,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         return shape._replace(value_width=shape.value_width + 1)
 
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
-        step = _fourier_step(call) or _exponential_step(call)
+        step = _plain_step(call) or _fourier_step(call) or _exponential_step(call)
         if step is None:
             return None
         project, update = call.parts["project"], call.parts["update"]
@@ -64,7 +66,8 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         assert isinstance(project, QKVProjection) and isinstance(update, Update)
         maps = {"qkv": project.to_qkv, **step.maps}
         _, H, HV, K, V, _ = update.shape
-        if not update.is_decayed_sum("head") or not project.is_one_map() or not takes_state(len(call.x) * HV, K, V - 1):
+        decay: Decay = "head" if step.gates else "none"
+        if not update.is_decayed_sum(decay) or not project.is_one_map() or not takes_state(len(call.x) * HV, K, V - 1):
             return None
         linears = [linear for linear in maps.values() if adds_to_product(linear, call.x)]
         if len(linears) < len(maps):
@@ -80,7 +83,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
             NormalisedCall(
                 H, step.gates, divisor, of["qkv"], call.states["update"], update.spec.scale_of(K),
                 divide.eps, floor, of.get("raw"), step.bias, step.largest, step.directions, step.sigma, step.norm,
-                step.norm_weight, step.norm_eps, step.activation, of.get("gate"),
+                step.norm_weight, step.norm_eps, step.activation, of.get("gate"), step.feature,
             )
         )  # fmt: skip
         return TokenOutput(o[:, None])
@@ -113,6 +116,14 @@ class Normalise(OutputPart):
 
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}, floor={self.floor!r}"
+
+
+def _plain_step(call: TokenCall) -> _Step | None:
+    """Return what a step of linear attention reads; None: the parts are others, or the feature map has no kernel."""
+    if not call.has_parts(QKVProjection, FeatureMap, NormaliserColumn, Update, Normalise):
+        return None
+    feature = call.part(FeatureMap).feature
+    return _Step("", feature=feature) if feature == "elu+1" else None
 
 
 def _fourier_step(call: TokenCall) -> _Step | None:

@@ -1,4 +1,4 @@
-"""A token of gated RFA or mLSTM by one kernel against float64: in Triton's interpreter, or on a GPU."""
+"""A token of linear attention, gated RFA or mLSTM by a kernel against float64: in the interpreter, or on a GPU."""
 
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ class Sizes(NamedTuple):
 
 
 CASES = {
+    "elu+1": Sizes(3, 2, 4, 6, 5),
     "fourier": Sizes(2, 2, 4, 6, 5, 3),
     "fourier, two products": Sizes(1, 1, 1, 70, 40, 130),
     "exponential": Sizes(3, 1, 2, 12, 20),
@@ -44,6 +45,8 @@ def case(name: str, dtype: torch.dtype) -> NormalisedCall:
     qkv, raw, gate = products[:, :-1].split([2 * H * K + HV * V, gates, HV * V], 1)
     rows = 2 * R or K
     states = draw(B, HV, rows, V + 1, seed=1)
+    if kind == "elu+1":
+        return NormalisedCall(H, "", "sum", qkv, states.abs(), 0.5, 1e-6, feature="elu+1")
     if kind == "fourier":
         directions, sigma = draw(H, K, R, seed=2), 1 + 0.5 * draw(H, K, seed=3)
         return NormalisedCall(
@@ -71,6 +74,8 @@ def expected(call: NormalisedCall) -> tuple[Tensor, ...]:
         q, k = (x * (x.square().sum(2, keepdim=True) + 1e-6).rsqrt() * call.sigma for x in (q, k))
         q, k = (torch.einsum("bhk,hkr->bhr", x, call.directions) for x in (q, k))
         q, k = (torch.cat([x.sin(), x.cos()], 2) * R**-0.5 for x in (q, k))
+    if call.feature == "elu+1":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
     q, k = (x.repeat_interleave(HV // H, 1) for x in (q, k))
     decay, write, m = torch.ones(B, HV), torch.ones(B, HV), torch.zeros(B, HV)
     if call.gates == "sigmoid":
@@ -121,7 +126,18 @@ def test_nan_of_a_gate_reaches_the_output_and_the_state(which):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["fourier", "exponential"])
+def test_nan_of_a_key_reaches_its_row_of_the_state_and_the_output():
+    call = case("elu+1", torch.float32)
+    call.qkv[1, 2 * 6 + 2] = torch.nan  # the third key channel of the first head, which two value heads share
+    o = normalised_step_(call)
+    is_nan = torch.zeros(3, 4, 6, dtype=torch.bool, device=DEVICE)
+    is_nan[1, :2, 2] = True
+    assert call.states.isnan().all(3).equal(is_nan) and call.states.isnan().any(3).equal(is_nan)
+    assert o.view(3, 4, -1).isnan().all(2).equal(is_nan.any(2))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["elu+1", "fourier", "exponential"])
 def test_the_operator_passes_opcheck(name):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     call = case(name, torch.float32)

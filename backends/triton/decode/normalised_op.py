@@ -1,4 +1,6 @@
-"""Operator and launch of one token of gated RFA or mLSTM; kernels/normalised_step.py has the equations.
+"""Operator and launch of one token of linear attention, gated RFA or mLSTM.
+
+kernels/normalised_step.py has the equations.
 
 B rows, H key heads, HV value heads, K channels of q and k, R random directions, V value width
 """
@@ -19,7 +21,8 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 MAX_ROWS, MAX_WIDTH = 512, 512  # rows and columns of a head's state, the normaliser apart
 # One program reads the state of a head: with few heads and large states most multiprocessors would be idle.
 MANY_HEADS, SMALL_STATE = 128, 32768
-_STATES, _STATES_PER_WARP, _WARPS = 16384, 2048, 8  # of a program at a time
+_STATES, _STATES_PER_WARP, _WARPS = 8192, 2048, 8  # of a program at a time
+_STATES_OF_FEATURES = 16384  # with random features: both halves
 _WEIGHTS = 8192  # of a program's product with random directions
 # Of a thread with random features and one tile, so that two programs fit an SM; the compiler would take 179. With
 # several tiles they would spill.
@@ -32,7 +35,7 @@ class NormalisedCall(NamedTuple):
     """The operator's arguments: tensors as of `normalised_step_kernel`.
 
     Args:
-        heads: H. gates, divisor: as in `NormalisedTraits`. floor: of the divisor "floor".
+        heads: H. gates, divisor, feature: as in `NormalisedTraits`. floor: of the divisor "floor".
         eps: of the division. bias, largest: with the gates "exponential".
         directions, sigma: of the random features; None: q and k are not mapped.
         norm: of each head's output, "rms" or "layer", with weights [V] or [HV V]; "": none.
@@ -57,6 +60,7 @@ class NormalisedCall(NamedTuple):
     norm_eps: float = 0.0
     activation: str = ""
     gate: Tensor | None = None
+    feature: str = ""
 
 
 def takes_state(heads: int, rows: int, V: int) -> bool:
@@ -84,7 +88,7 @@ def _step(*arguments: Any) -> Tensor:
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
     halves = 2 if R else 1
     BR = power_of_two(cdiv(rows, halves))
-    BV = min(power_of_two(V), max(16, _STATES // (halves * BR)))
+    BV = min(power_of_two(V), max(16, (_STATES_OF_FEATURES if R else _STATES) // (halves * BR)))
     overlap = overlaps(call.qkv)
     qkv_stride, raw_stride, gate_stride = (
         0 if tensors[name] is None else tensors[name].stride(0) for name in _OF_TOKEN
@@ -92,7 +96,7 @@ def _step(*arguments: Any) -> Tensor:
     traits = NormalisedTraits(
         QKV_STRIDE=qkv_stride, RAW_STRIDE=raw_stride, GATE_STRIDE=gate_stride, H=H, HV=HV, K=K, R=R, V=V,
         HALVES=halves, ROWS=rows // halves, BR=BR, BV=BV, INPUTS=min(power_of_two(K), max(1, _WEIGHTS // BR)),
-        GATES=call.gates, DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
+        GATES=call.gates, FEATURE=call.feature, DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
         NORM_PER_HEAD=call.norm_weight is not None and call.norm_weight.numel() != V, NORM_BIAS=False,
         NORM_EPS=call.norm_eps, GATE=call.activation, GATE_BEFORE_NORM=False, OVERLAP=overlap,
     )  # fmt: skip

@@ -1,14 +1,17 @@
-"""One token of gated RFA or mLSTM, whose states have a normaliser column, between the products and the output map.
+"""One token of linear attention, gated RFA or mLSTM, from the products of the input to the output map.
+
+The last column of a state is the normaliser.
 
     q, k = phi(q), phi(k)
     S <- a S + w k [v, 1]^T,    [y, n] = scale S^T q
     o = y / (n + eps), or y / (max(|n|, floor) + eps);  then optionally a norm of the head and a gate
 
+    no gates     a = w = 1                                                               (linear attention)
     sigmoid      a = sigmoid(g), w = 1 - a                                                      (gated RFA)
     exponential  i, f = cap(g + bias), m' = max(m + log sigmoid(f), i), cap(x) = 15 tanh(x / 15)    (mLSTM)
                  a = sigmoid(f) exp(m - m'), w = exp(i - m'), floor = exp(-m')
 
-phi is the identity or [sin(G^T sigma x), cos(G^T sigma x)] / sqrt(R) with x / |x| for x.
+phi is the identity, elu(x) + 1, or [sin(G^T sigma x), cos(G^T sigma x)] / sqrt(R) with x / |x| for x.
 H key heads, HV value heads, K channels of q and k, R random directions, V value width
 """
 
@@ -33,7 +36,7 @@ class NormalisedTraits(NamedTuple):
         H, HV, K, R, V: sizes; R is 0 without random features. HALVES: of the rows of the state: 2 with them.
         ROWS: of a half. BR: ROWS, and BV: columns that are processed at a time, as powers of 2.
         INPUTS: channels of q and k of a product with the directions, a power of 2.
-        GATES: "sigmoid" or "exponential".
+        GATES: "sigmoid", "exponential" or "". FEATURE: "elu+1" or "".
         DIVISOR: "sum": n + eps; "floor": with FLOOR; "one": with the floor of the exponential gates.
         NORM to GATE_BEFORE_NORM: as in `StepTraits`. OVERLAP: see device/overlap.py.
     """
@@ -52,6 +55,7 @@ class NormalisedTraits(NamedTuple):
     BV: int
     INPUTS: int
     GATES: str
+    FEATURE: str
     DIVISOR: str
     FLOOR: float
     EPS: float
@@ -102,6 +106,12 @@ def sine_and_cosine(angle, mask, R: tl.constexpr):
     cos, sin = cos_and_sin(turn - tl.floor(turn))
     factor = tl.where(mask, R**-0.5, 0.0)
     return sin * factor, cos * factor
+
+
+@triton.jit
+def elu_plus_1(x):
+    """Return elu(x) + 1."""
+    return tl.where(x > 0.0, x + 1.0, tl.exp(x))
 
 
 @triton.jit
@@ -170,6 +180,9 @@ def normalised_step_kernel(
     else:
         q = tl.load(qkv + h * K + r, mask=in_r, other=0.0).to(tl.float32)
         k = tl.load(qkv + (H + h) * K + r, mask=in_r, other=0.0).to(tl.float32)
+        if traits.FEATURE == "elu+1":
+            q = tl.where(in_r, elu_plus_1(q), 0.0)
+            k = tl.where(in_r, elu_plus_1(k), 0.0)
         queries = (q,)
         keys = (k,)
     decay = 1.0
