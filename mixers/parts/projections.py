@@ -11,9 +11,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
+from deltazoo.backends.ops.gemv import Convolution
 from deltazoo.backends.ops.short_conv import ConvPart, apply_silu_and_norm
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs
+from deltazoo.mixers.core.decode_maps import convolves
 from deltazoo.mixers.core.grouped import Groupable, Rows
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, MapsInput, OperandPart, Stateful, init_normal
@@ -208,6 +210,14 @@ class ChannelProjection(nn.Module, Stateful, MapsInput):
         v, state = self.convolve(context.apply(self.to_v, x), state, context)
         one = v.new_ones(*v.shape[:2], self.shape.heads, self.shape.key_width)
         return UpdateInputs(one, one, torch.unflatten(v, -1, (self.shape.value_heads, -1))), state
+
+    def convolution(self, x_B1D: Tensor, history: Tensor | None) -> Convolution | None:
+        """Return the convolution that the kernel of the map computes in a decode step; None: it computes none."""
+        conv = self.conv
+        if history is None or type(conv) is not ShortConv or not is_plain(conv):
+            return None
+        convolution = Convolution(history, conv.weight, conv.bias, self.parts[0].silu)
+        return convolution if convolves(x_B1D, self.to_v, convolution) else None
 
     def convolve(self, product: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return the values [B, T, C] from the product of the map, and the new state."""

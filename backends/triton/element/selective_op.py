@@ -11,21 +11,22 @@ from torch import Tensor
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
 from deltazoo.backends.triton.operands import schema
-from deltazoo.backends.triton.problem import overlaps
-from deltazoo.backends.triton.runtime.precompile import compiled_ahead
+from deltazoo.backends.triton.problem import device_spec, overlaps
+from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 MAX_STATES = 64  # of a channel: a program holds those of 16 rows and 16 channels
-_ROWS, _STATES, _RANKS = 16, 4096, 128  # of a program; ranks of one of its products
-# 64 rows of 4096 channels on an H200, us with a copy of the gate that this launch no longer makes: Mamba 20.9, 21.5 and
-# 24.1 with 2, 4 and 8 warps, Longhorn 18.8, 20.3 and 23.3.
+_ROWS, _STATES, _RANKS = 16, 4096, 128  # of a tile; ranks of one of its products
+# A layer of width 2048 with 64 rows on an H200, us, Mamba and Longhorn: 40.8 and 40.5 with this launch; 43.1 and 41.7
+# with 4 warps; 43.9 and 48.0 with 4 warps and 2 programs of an SM.
 _WARPS = 2
+_STAGES, _SHARE = 3, 4  # tiles in flight; programs of an SM
 _WARPS_OF_FLOAT32 = 4  # with 2 the products of streams spill registers
 
 
 class SelectiveCall(NamedTuple):
-    """The operator's arguments: tensors as of `selective_step_kernel`. The rows of streams and gate may be apart.
+    """The operator's arguments: tensors as of `selective_step_kernel`. The rows of v, streams and gate may be apart.
 
     Args: A_log: None: the update is that of Longhorn.
     """
@@ -47,18 +48,20 @@ def _step(*arguments: Any) -> Tensor:
     call, o = SelectiveCall(*arguments), _fake(*arguments)
     (B, C), R = call.v.shape, call.to_step.shape[1]
     N = (call.streams.shape[1] - R) // 2
-    tensors = step_tensors(call, ("streams", "gate"), ("states",)) | {"o": o}
+    tensors = step_tensors(call, ("v", "streams", "gate"), ("states",)) | {"o": o}
     overlap = overlaps(call.v)
     channels = max(16, _STATES // (_ROWS * power_of_two(N)))
+    tiles, programs = cdiv(B, _ROWS) * cdiv(C, channels), _SHARE * device_spec(device_of(call.v).index).processors
+    steps = cdiv(tiles, programs)
     traits = SelectiveTraits(
         C=C, N=N, R=R, BN=power_of_two(N), BR=max(16, min(_RANKS, power_of_two(R))), ROWS=_ROWS, CHANNELS=channels,
-        STREAMS=tensors["streams"].stride(0), GATE=tensors["gate"].stride(0), LONGHORN=call.A_log is None,
-        OVERLAP=overlap,
+        SPAN=steps * _ROWS, STAGES=_STAGES, VALUES=tensors["v"].stride(0), STREAMS=tensors["streams"].stride(0),
+        GATE=tensors["gate"].stride(0), LONGHORN=call.A_log is None, OVERLAP=overlap,
     )  # fmt: skip
     with torch.cuda.device_of(call.v):
         warps = _WARPS_OF_FLOAT32 if call.v.dtype == torch.float32 else _WARPS
         run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
-        run(cdiv(B, _ROWS) * cdiv(C, channels), {"B": B})
+        run(cdiv(B, steps * _ROWS) * cdiv(C, channels), {"B": B})
     finish(call, tensors, ("states",))
     return o
 

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
-from deltazoo.backends.ops.gemv import Convolution
-from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
+from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.triton.element.rg_lru_op import RGLRUCall, rg_lru_step_, takes_block
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, convolves
+from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
-from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.gates.decays import softplus
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.projections import ChannelProjection
@@ -83,16 +81,14 @@ class RGLRUGate(OperandPart, HasFlops, TokenStep):
             return None
         project, _, _, gate = call.parts.values()
         assert isinstance(project, ChannelProjection) and isinstance(gate, OutputGate)
-        maps, convolution = {"values": project.to_v, "gate": gate.proj}, None
+        maps = {"values": project.to_v, "gate": gate.proj}
         if gate.activation != "gelu" or project.parts[0].silu:
             return None
         if not all(is_plain_linear(linear) and adds_to_product(linear, call.x) for linear in maps.values()):
             return None
-        if project.conv is not None:
-            conv, history = project.conv, call.state_of(project)
-            convolution = Convolution(history, conv.weight, conv.bias, False)
-            if type(conv) is not ShortConv or not is_plain(conv) or not convolves(call.x, project.to_v, convolution):
-                return None
+        convolution = project.convolution(call.x, call.states.get("project"))
+        if project.conv is not None and convolution is None:
+            return None
         products = apply_maps(call.x, maps, call.norm, convolution)
         u, raw, states = products["values"][:, 0], products["gate"][:, 0], call.states["update"]
         return TokenOutput(rg_lru_step_(RGLRUCall(u, raw, self.weight, self.bias, self.L, states))[:, None])

@@ -105,8 +105,12 @@ class SelectiveOperands(OperandPart, TokenStep):
             return None
         if project.conv is not None and (type(project.conv) is not ShortConv or not is_plain(project.conv)):
             return None
-        products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm)
-        v = project.convolve(products["project"], call.states.get("project"), call.context)[0][:, 0]
+        convolution = project.convolution(x, call.states.get("project"))
+        products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm, convolution)
+        v = products["project"]
+        if convolution is None:
+            v = project.convolve(v, call.states.get("project"), call.context)[0]
+        v = v[:, 0]
         gate = products["gate"][:, 0]
         streams = products_of_few_rows(v, [self.proj.weight])[0]
         o = selective_step_(SelectiveCall(v, streams, gate, step.weight, step.bias, self.A_log, skip.D, states))

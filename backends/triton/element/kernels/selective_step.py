@@ -22,8 +22,8 @@ class SelectiveTraits(NamedTuple):
 
     Args:
         C, N, R: sizes. BN: N as a power of two. BR: ranks of a product, a power of two.
-        ROWS, CHANNELS: of a program, at least 16.
-        STREAMS, GATE: elements from row to row of streams and gate.
+        ROWS, CHANNELS: of a tile, at least 16. SPAN: rows of a program, a multiple of ROWS. STAGES: tiles in flight.
+        VALUES, STREAMS, GATE: elements from row to row of v, streams and gate.
         LONGHORN: whether the update is that of Longhorn. OVERLAP: see device/overlap.py.
     """
 
@@ -34,6 +34,9 @@ class SelectiveTraits(NamedTuple):
     BR: int
     ROWS: int
     CHANNELS: int
+    SPAN: int
+    STAGES: int
+    VALUES: int
     STREAMS: int
     GATE: int
     LONGHORN: bool
@@ -42,9 +45,9 @@ class SelectiveTraits(NamedTuple):
 
 @triton.jit(do_not_specialize=["B"])
 def selective_step_kernel(v, streams, gate, to_step, bias, A_log, skip, states, o, B, traits: tl.constexpr):
-    """Decode the token of ROWS rows.
+    """Decode the token of SPAN rows.
 
-    Grid: ROWS rows, CHANNELS channels. Reads v [B, C], streams [B, R + 2 N], gate [B, C], to_step [C, R], bias, skip
+    Grid: SPAN rows, CHANNELS channels. Reads v [B, C], streams [B, R + 2 N], gate [B, C], to_step [C, R], bias, skip
     [C] and, of Mamba, A_log [C, N]. Updates states [B, C, N] float32 in place. Writes o [B, C].
     """
     C: tl.constexpr = traits.C
@@ -57,45 +60,49 @@ def selective_step_kernel(v, streams, gate, to_step, bias, A_log, skip, states, 
     if traits.OVERLAP:
         start_next()
         wait_for_previous()
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(0) % BLOCKS * CHANNELS + tl.arange(0, CHANNELS)
     n = tl.arange(0, traits.BN)
-    in_b = row < B
     in_c = channel < C
     in_n = n < N
-    in_rows = in_b[:, None] & in_c[None, :]
-    in_state = in_rows[:, :, None] & in_n[None, None, :]
-    # the state is requested first: the step size takes a product
-    at = states + (row[:, None] * C + channel[None, :])[:, :, None] * N + n[None, None, :]
-    S = tl.load(at, mask=in_state, other=0.0)
-    streams += row[:, None] * traits.STREAMS
-    k = tl.load(streams + R + n[None, :], mask=in_b[:, None] & in_n[None, :], other=0.0).to(tl.float32)
-    q = tl.load(streams + R + N + n[None, :], mask=in_b[:, None] & in_n[None, :], other=0.0).to(tl.float32)
-    value = tl.load(v + row[:, None] * C + channel[None, :], mask=in_rows, other=0.0).to(tl.float32)
-    z = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for start in tl.static_range(0, R, BR):
-        i = start + tl.arange(0, BR)
-        low = tl.load(streams + i[None, :], mask=in_b[:, None] & (i < R)[None, :], other=0.0)
-        weight = tl.load(to_step + channel[None, :] * R + i[:, None], mask=in_c[None, :] & (i < R)[:, None], other=0.0)
-        z = tl.dot(low, weight, z, input_precision="ieee")
-    z += tl.load(bias + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]
-    if traits.LONGHORN:
-        step = tl.sigmoid(z)
-        k_square = k * k
-        write = step / (1.0 + step * tl.sum(k_square, 1)[:, None])
-        decay = 1.0 - write[:, :, None] * k_square[:, None, :]
-    else:
-        write = softplus(z)
-        rate = tl.exp(
-            tl.load(A_log + channel[:, None] * N + n[None, :], mask=in_c[:, None] & in_n[None, :], other=0.0).to(
-                tl.float32
-            )
-        )
-        decay = tl.exp(-write[:, :, None] * rate[None, :, :])
-    S = S * decay + (write * value)[:, :, None] * k[:, None, :]
-    tl.store(at, S, mask=in_state)
-    out = tl.sum(S * q[:, None, :], 2)
-    out += tl.load(skip + channel, mask=in_c, other=0.0).to(tl.float32)[None, :] * value
-    g = tl.load(gate + row[:, None] * traits.GATE + channel[None, :], mask=in_rows, other=0.0).to(tl.float32)
-    out *= g * tl.sigmoid(g)
-    tl.store(o + row[:, None] * C + channel[None, :], out.to(o.dtype.element_ty), mask=in_rows)
+    weights = ()
+    for part in tl.static_range(0, R, BR):
+        i = part + tl.arange(0, BR)
+        at_weight = to_step + channel[None, :] * R + i[:, None]
+        weights = weights + (tl.load(at_weight, mask=in_c[None, :] & (i < R)[:, None], other=0.0),)
+    shift = tl.load(bias + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    bypass = tl.load(skip + channel, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    if not traits.LONGHORN:
+        at_rate = A_log + channel[:, None] * N + n[None, :]
+        rate = -tl.exp(tl.load(at_rate, mask=in_c[:, None] & in_n[None, :], other=0.0).to(tl.float32))
+    first = tl.program_id(0) // BLOCKS * traits.SPAN
+    for start in tl.range(first, tl.minimum(first + traits.SPAN, B), ROWS, num_stages=traits.STAGES):
+        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
+        in_b = row < B
+        in_rows = in_b[:, None] & in_c[None, :]
+        in_state = in_rows[:, :, None] & in_n[None, None, :]
+        at = states + (row[:, None] * C + channel[None, :])[:, :, None] * N + n[None, None, :]
+        S = tl.load(at, mask=in_state, other=0.0)
+        stream = streams + row[:, None] * traits.STREAMS
+        k = tl.load(stream + R + n[None, :], mask=in_b[:, None] & in_n[None, :], other=0.0).to(tl.float32)
+        q = tl.load(stream + R + N + n[None, :], mask=in_b[:, None] & in_n[None, :], other=0.0).to(tl.float32)
+        value = tl.load(v + row[:, None] * traits.VALUES + channel[None, :], mask=in_rows, other=0.0).to(tl.float32)
+        g = tl.load(gate + row[:, None] * traits.GATE + channel[None, :], mask=in_rows, other=0.0).to(tl.float32)
+        z = tl.zeros([ROWS, CHANNELS], tl.float32)
+        for part in tl.static_range(len(weights)):
+            rank = part * BR + tl.arange(0, BR)
+            low = tl.load(stream + rank[None, :], mask=in_b[:, None] & (rank < R)[None, :], other=0.0)
+            z = tl.dot(low, weights[part], z, input_precision="ieee")
+        z += shift
+        if traits.LONGHORN:
+            step = tl.sigmoid(z)
+            k_square = k * k
+            write = step / (1.0 + step * tl.sum(k_square, 1)[:, None])
+            decay = 1.0 - write[:, :, None] * k_square[:, None, :]
+        else:
+            write = softplus(z)
+            decay = tl.exp(write[:, :, None] * rate[None, :, :])
+        S = S * decay + (write * value)[:, :, None] * k[:, None, :]
+        tl.store(at, S, mask=in_state)
+        out = tl.sum(S * q[:, None, :], 2) + bypass * value
+        out *= g * tl.sigmoid(g)
+        tl.store(o + row[:, None] * C + channel[None, :], out.to(o.dtype.element_ty), mask=in_rows)
