@@ -66,7 +66,7 @@ class RWKVCall(NamedTuple):
 
 
 _ROWS_APART = ("r", "k", "v", "g", "first", "low_value", "low_decay", "low_rate", "low_gate")
-_ROWS, _CHANNELS = 16, 64  # of a program of the maps of low rank
+_ROWS, _CHANNELS = 16, 128  # of a program of the maps of low rank
 # Up to so many rows the step applies the maps of low rank itself, if the weights of a head fit registers. 24 layers of
 # RWKV-7 with one row on an H200: 197 us, and 240 by two kernels. With two rows two kernels take 30 us less.
 _JOINT_ROWS, _JOINT_WARPS, _JOINT_BYTES = 1, 8, 80 * 1024
