@@ -582,14 +582,16 @@ PACKAGE = "deltazoo.backends.triton.chunk.kernels"
 
 DEVICE = "deltazoo.backends.triton.device"
 GEMV = "deltazoo.backends.triton.gemv.kernels"
+ATTENTION = "deltazoo.backends.triton.attention.kernels"
+PACKAGES = (PACKAGE, DEVICE, GEMV, ATTENTION)
 
 
 @functools.cache
 def kernels(*names: str, package: str = PACKAGE) -> dict[str, types.ModuleType]:
     """Import the kernel modules of these names on the stand-ins; sys.modules and the packages are restored."""
-    packages = [importlib.import_module(name) for name in (PACKAGE, DEVICE, GEMV)]
+    packages = [importlib.import_module(name) for name in PACKAGES]
     attributes = [dict(vars(package)) for package in packages]
-    reloaded = (f"{PACKAGE}.", f"{DEVICE}.", f"{GEMV}.")
+    reloaded = tuple(f"{name}." for name in PACKAGES)
     saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(reloaded)}
     stand_ins = _modules()
     saved |= {name: sys.modules[name] for name in stand_ins if name in sys.modules}

@@ -24,6 +24,7 @@ _ROWS, _WARPS = 16, 4  # heads of a program
 _BUFFERS = 2  # tiles in shared memory
 _RESERVED = 2048  # bytes of shared memory of a program beside its tiles
 _TILE_BYTES = 65536  # of c of a tile of slots
+_SM90_SLOTS, _SM90_LEAST = 64, 64  # slots of a tile and least C of the kernel of sm_90: the rows of its products
 _MAX_PARTS = 16  # for combine_parts_kernel, which loads all parts of a head at once
 _PREFETCHED = 2  # tiles of a program: all programs of 64 rows request 19 MB while the kernel before them runs
 
@@ -51,6 +52,7 @@ def attend_parts(
     Returns: partial and lse, as of the kernel, and its traits.
     """
     from deltazoo.backends.triton.attention.kernels.latent import LatentTraits, latent_attention_kernel
+    from deltazoo.backends.triton.attention.kernels.latent_sm90 import latent_attention_sm90_kernel
     from deltazoo.backends.triton.runtime.launcher import launcher
 
     (B, H, E), S = q.shape, latent.shape[1]
@@ -69,9 +71,11 @@ def attend_parts(
     )  # fmt: skip
     partial, lse = (q.new_empty(B, H, traits.PARTS, *shape, dtype=torch.float32) for shape in ((width,), ()))
     tensors = {"q": q, "latent": latent, "ends": ends, "partial": partial, "lse": lse}
+    exact = width == BV >= _SM90_LEAST and E - width in (0, BR) and tile == _SM90_SLOTS and q.dtype.itemsize == 2
+    kernel = latent_attention_sm90_kernel if overlap and exact else latent_attention_kernel
     # products of sm_90 read a tile from shared memory while later ones arrive: the compiler adds a buffer for them
     options = Options(_WARPS, _BUFFERS if overlap else _BUFFERS + 1, overlap=overlap)
-    attend = launcher(latent_attention_kernel, tensors, {"traits": traits}, options)
+    attend = launcher(kernel, tensors, {"traits": traits}, options)
     attend(B * groups * traits.PARTS, {"S": S})
     return partial, lse, traits
 

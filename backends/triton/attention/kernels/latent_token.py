@@ -132,21 +132,29 @@ def map_queries(q, weight, query, B, early, traits: tl.constexpr):
     K: tl.constexpr = traits.K
     C: tl.constexpr = traits.C
     R: tl.constexpr = traits.R
-    TILES: tl.constexpr = (C + traits.COLUMNS - 1) // traits.COLUMNS
+    ROWS: tl.constexpr = traits.ROWS
+    COLUMNS: tl.constexpr = traits.COLUMNS
+    TILES: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
+    BLOCK: tl.constexpr = min(64, traits.BK)  # with all K at once, the next kernel would not fit an SM beside this one
     number = tl.program_id(0) - B
     h = number // TILES % H
-    c = number % TILES * traits.COLUMNS + tl.arange(0, traits.COLUMNS)
-    k = tl.arange(0, traits.BK)
+    c = number % TILES * COLUMNS + tl.arange(0, COLUMNS)
     if traits.OVERLAP:
         if early == 0:
             wait_for_previous()
-    at_weight = weight + (h * (K + traits.V) + k).to(tl.int64)[:, None] * C + c[None, :]
-    w = tl.load(at_weight, mask=(k < K)[:, None] & (c < C)[None, :], other=0.0)
+    weights = ()
+    for start in tl.static_range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        at_weight = weight + (h * (K + traits.V) + k).to(tl.int64)[:, None] * C + c[None, :]
+        weights = weights + (tl.load(at_weight, mask=(k < K)[:, None] & (c < C)[None, :], other=0.0),)
     if traits.OVERLAP:
         wait_for_previous()
-    row = (number // (TILES * H) * traits.ROWS + tl.arange(0, traits.ROWS)).to(tl.int64)[:, None]
-    x = tl.load(q + row * traits.Q_STRIDE + h * (K + R) + k[None, :], mask=(row < B) & (k < K)[None, :], other=0.0)
-    y = tl.dot(x, w, input_precision=traits.PREC)
+    row = (number // (TILES * H) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(len(weights)):
+        k = i * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(q + row * traits.Q_STRIDE + h * (K + R) + k[None, :], mask=(row < B) & (k < K)[None, :], other=0.0)
+        y = tl.dot(x, weights[i], y, input_precision=traits.PREC)
     at = query + (row * H + h) * (C + R) + c[None, :]
     tl.store(at, y.to(query.dtype.element_ty), mask=(row < B) & (c < C)[None, :])
 
