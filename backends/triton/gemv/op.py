@@ -269,8 +269,13 @@ def _launch_dots(
 
 
 def span_of(tiles: int, D: int, processors: int, block: int) -> int:
-    """Return the inputs of a program, a multiple of the block: all, or fewer if so many tiles leave SMs idle."""
-    splits = max(1, min(processors // tiles, D // _LEAST_SPAN))
+    """Return the inputs of a program, a multiple of the block: all, or fewer if the tiles leave half of the SMs idle.
+
+    Each program has an SM of its own, unless that leaves a tenth of the SMs idle.
+    """
+    splits = processors // tiles if 2 * tiles <= processors else 1
+    splits += splits > 1 and 10 * splits * tiles < 9 * processors
+    splits = max(1, min(splits, D // _LEAST_SPAN))
     return cdiv(cdiv(D, splits), block) * block
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from deltazoo.backends.triton.attention.kernels.decode import bounds_of
 from deltazoo.backends.triton.attention.kernels.tiles import LOG2E
 from deltazoo.backends.triton.chunk.kernels.sm90.gluon_versions import async_load, barrier
-from deltazoo.backends.triton.device.overlap import LINE, prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 
 SMEM = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2))  # 16 heads
@@ -22,7 +22,6 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 byte
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY.value))
 COPY_COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY.value))
 OUT = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))  # of stores: channels are adjacent
-LINES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -45,18 +44,6 @@ def copy_slots(c_s, r_s, latent, n, stop, traits: gl.constexpr):
     async_copy.commit_group()
 
 
-@gluon.jit
-def prefetch_slots(latent, n, end, traits: gl.constexpr):
-    """Prefetch PREFETCHED tiles from slot n on, but no slot from `end` on, into the L2 cache."""
-    E: gl.constexpr = traits.V + traits.R
-    NUMBERS: gl.constexpr = LINE // (latent.dtype.element_ty.primitive_bitwidth // 8)  # of a line
-    AT_ONCE: gl.constexpr = 128 * NUMBERS
-    last = gl.maximum(end * E - 1, 0)
-    line = gl.arange(0, 128, LINES) * NUMBERS
-    for first in range(0, (traits.PREFETCHED * traits.BN * E + AT_ONCE - 1) // AT_ONCE):
-        prefetch_line(latent + gl.minimum(n * E + first * AT_ONCE + line, last))
-
-
 @gluon.jit(do_not_specialize=["S"])
 def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.constexpr):
     """Compute what latent_attention_kernel computes, in 16 bits, for C a power of two and R one or 0."""
@@ -77,11 +64,6 @@ def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.co
     group = gl.program_id(0) // PARTS % GROUPS
     b = (gl.program_id(0) // (PARTS * GROUPS)).to(gl.int64)
     latent += b * S * (C + R)
-    if traits.PREFETCHED > 0:
-        # The preceding kernel may yet write the number: it is a guess, and any slots may be prefetched.
-        guess = gl.load(ends + b, cache_modifier=".cg")
-        begin, stop = bounds_of(part, gl.maximum(gl.minimum(guess, S), 0).to(gl.int32), traits)
-        prefetch_slots(latent, begin, stop, traits)
     wait_for_previous()
     end = gl.minimum(gl.load(ends + b), S).to(gl.int32)
     begin, stop = bounds_of(part, end, traits)
