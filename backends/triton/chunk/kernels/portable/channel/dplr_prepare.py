@@ -37,7 +37,8 @@ def round_operand(x, EXACT: tl.constexpr):
     if EXACT:
         return x
     else:
-        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)  # of a NaN, the addition overflows
 
 
 @triton.jit
