@@ -295,6 +295,21 @@ LAUNCHES = [
         "test_forgotten_keys_are_skipped_without_a_change_of_the_results[None-keys as queries]",
     ),
     Mutation(
+        "latent attention: the products read a tile before it is copied", f"{TRITON}/attention/kernels/latent_sm90.py",
+        "async_copy.wait_group(1)", "async_copy.wait_group(2)", "test-kernels",
+        "backends/test_latent_sm90.py::test_heads_attend_to_the_cached_vectors[copies when awaited-3-64-16-4-dtype0]",
+    ),
+    Mutation(
+        "latent attention: a copied tile replaces the other one", f"{TRITON}/attention/kernels/latent_sm90.py",
+        "copy_slots(c_tile, r_s.index(buffer)", "copy_slots(c_s.index(1 - buffer), r_s.index(buffer)", "test-kernels",
+        "backends/test_latent_sm90.py::test_heads_attend_to_the_cached_vectors[copies when issued-2-512-64-1-dtype0]",
+    ),
+    Mutation(
+        "Mamba: a program decodes only its first tile of rows", f"{TRITON}/element/kernels/selective_step.py",
+        "tl.minimum(first + traits.SPAN, B)", "tl.minimum(first + ROWS, B)", "test-kernels",
+        "backends/test_selective_step.py::test_a_token_equals_its_equations[40-40-16-3-False-dtype0]",
+    ),
+    Mutation(
         "glu: the slope of SiLU lacks its second term", "backends/triton/glu/kernels.py",
         "s * (1 + gate * (1 - s))", "s",
         "test-kernels",

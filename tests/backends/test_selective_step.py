@@ -7,6 +7,8 @@ from torch import Tensor
 from triton_cases import DEVICE, needs_triton
 
 from deltazoo.backends.ops.selective_step import SelectiveCall, selective_step_
+from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton.element import selective_op
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}
 
@@ -45,9 +47,11 @@ def expected(call: SelectiveCall) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("longhorn", [False, True])
 @pytest.mark.parametrize(
-    ("B", "C", "N", "R"), [pytest.param(1, 40, 16, 3, marks=pytest.mark.kernel_smoke), (19, 24, 5, 130)]
+    ("B", "C", "N", "R"), [pytest.param(1, 40, 16, 3, marks=pytest.mark.kernel_smoke), (19, 24, 5, 130), (40, 40, 16, 3)]
 )
-def test_a_token_equals_its_equations(B, C, N, R, longhorn, dtype):
+def test_a_token_equals_its_equations(B, C, N, R, longhorn, dtype, monkeypatch):
+    """The programs of the last case have several tiles of rows."""
+    monkeypatch.setattr(selective_op, "device_spec", lambda _: DeviceSpec("a small GPU", "cuda", (9, 0), 1, 232448))
     call = case(B, C, N, R, longhorn, dtype)
     results = expected(call)
     for ours, reference in zip((selective_step_(call), call.states), results, strict=True):
