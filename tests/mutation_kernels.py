@@ -297,7 +297,7 @@ LAUNCHES = [
     Mutation(
         "latent attention: the products read a tile before it is copied", f"{TRITON}/attention/kernels/latent_sm90.py",
         "async_copy.wait_group(1)", "async_copy.wait_group(2)", "test-kernels",
-        "backends/test_latent_sm90.py::test_heads_attend_to_the_cached_vectors[copies when awaited-3-64-16-4-dtype0]",
+        "backends/test_latent_sm90.py::test_heads_attend_to_the_cached_vectors[copies when awaited-3-64-64-4-dtype0]",
     ),
     Mutation(
         "latent attention: a copied tile replaces the other one", f"{TRITON}/attention/kernels/latent_sm90.py",

@@ -91,7 +91,9 @@ def apply_map(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def apply_output(o_BTC: Tensor, module: nn.Module, norm: Norm | None = None) -> Tensor:
-    """Apply the output map of a mixer: to a single token by a product of few rows, which starts early.
+    """Apply the output map of a mixer.
+
+    A single token without gradients takes a product of few rows, which loads weights while the kernel before it runs.
 
     Args: norm: of the inputs, of a single token; None: there is none.
     """

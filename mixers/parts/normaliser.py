@@ -67,6 +67,8 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         maps = {"qkv": project.to_qkv, **step.maps}
         _, H, HV, K, V, _ = update.shape
         decay: Decay = "head" if step.gates else "none"
+        if isinstance(divide.floor, str) and step.gates != "exponential":
+            return None
         if not update.is_decayed_sum(decay) or not project.is_one_map() or not takes_state(len(call.x) * HV, K, V - 1):
             return None
         linears = [linear for linear in maps.values() if adds_to_product(linear, call.x)]
@@ -76,8 +78,10 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         biases = [None if isinstance(linear, GateLinear) else linear.bias for linear in linears]
         products = products_of_few_rows(call.x[:, 0], [x.weight for x in linears], call.norm, biases=biases)
         of = dict(zip(maps, products, strict=True))
-        divisor, floor = "sum" if divide.floor is None else "one", 0.0
-        if isinstance(divide.floor, float):
+        divisor, floor = "sum", 0.0
+        if isinstance(divide.floor, str):
+            divisor = "one"
+        elif divide.floor is not None:
             divisor, floor = "floor", divide.floor
         o = normalised_step_(
             NormalisedCall(

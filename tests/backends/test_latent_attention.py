@@ -29,13 +29,26 @@ def test_heads_attend_to_the_cached_vectors(H, C, R, parts, dtype, monkeypatch):
     B, S = 4, 70
     q, latent = draw(B, H, C + R, seed=0).to(dtype), draw(B, S, C + R, seed=1).to(dtype)
     ends = torch.tensor([0, 1, 41, S], device=DEVICE)
-    is_empty = (torch.arange(S, device=DEVICE) >= ends[:, None])[..., None]
+    assert_attention(q, latent, ends, C, TOLERANCES[dtype])
+
+
+@needs_triton
+@pytest.mark.parametrize(("C", "R"), [(512, 64), (64, 128), (64, 32), (128, 0)])
+def test_sizes_of_models(C, R):
+    """On Hopper with R of at least 64, latent_attention_sm90_kernel computes these."""
+    q, latent = draw(4, 20, C + R, seed=0).half(), draw(4, 330, C + R, seed=1).half()
+    assert_attention(q, latent, torch.tensor([0, 1, 129, 330], device=DEVICE), C, TOLERANCES[torch.float16])
+
+
+def assert_attention(q: Tensor, latent: Tensor, ends: Tensor, C: int, tolerance: float) -> None:
+    """Compare with float64. Args: ends: of the rows; the first is empty."""
+    is_empty = (torch.arange(latent.shape[1], device=DEVICE) >= ends[:, None])[..., None]
     o = latent_attention(q, latent.masked_fill(is_empty, torch.nan), ends, C, SCALE)
     assert not o[0].any()
-    for b in range(1, B):
+    for b in range(1, len(q)):
         z = latent[b, : ends[b]].double()
         expected = (SCALE * q[b].double() @ z.T).softmax(-1) @ z[:, :C]
-        assert (o[b].double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
+        assert (o[b].double() - expected).norm() <= tolerance * expected.norm()
 
 
 @needs_triton

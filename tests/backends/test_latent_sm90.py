@@ -27,7 +27,7 @@ def emulated(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("H", "C", "R", "parts"), [(3, 64, 16, 4), (20, 128, 0, 2), (2, 512, 64, 1)])
+@pytest.mark.parametrize(("H", "C", "R", "parts"), [(3, 64, 64, 4), (20, 128, 128, 2), (2, 512, 64, 1)])
 def test_heads_attend_to_the_cached_vectors(H, C, R, parts, dtype):
     B, S = 4, 330
     generator = torch.Generator().manual_seed(0)
@@ -45,3 +45,15 @@ def test_heads_attend_to_the_cached_vectors(H, C, R, parts, dtype):
         expected = x.softmax(-1) @ z[:, :C]
         assert (o[b].double() - expected).norm() <= TOLERANCES[dtype] * expected.norm()
         torch.testing.assert_close(lse[b].double().exp2().sum(1).log(), x.logsumexp(1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("C", "R", "offset"), [(64, 0, 0), (64, 32, 0), (32, 64, 0), (96, 64, 0), (64, 64, 1)])
+def test_other_sizes_and_unaligned_caches_take_the_portable_kernel(C, R, offset, monkeypatch):
+    from deltazoo.backends.triton.runtime import launcher as runtime
+
+    launched = []
+    monkeypatch.setattr(runtime, "launcher", lambda kernel, *_: lambda *_: launched.append(kernel.__name__))
+    q, stored = torch.zeros(2, 3, C + R, dtype=torch.float16), torch.zeros(2 * 70 * (C + R) + 8, dtype=torch.float16)
+    latent = stored[offset : offset + 2 * 70 * (C + R)].view(2, 70, C + R)
+    latent_op.attend_parts(q, latent, torch.tensor([3, 70]), C, SCALE, 1)
+    assert launched == ["latent_attention_kernel"]

@@ -47,7 +47,8 @@ def expected(call: SelectiveCall) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("longhorn", [False, True])
 @pytest.mark.parametrize(
-    ("B", "C", "N", "R"), [pytest.param(1, 40, 16, 3, marks=pytest.mark.kernel_smoke), (19, 24, 5, 130), (40, 40, 16, 3)]
+    ("B", "C", "N", "R"),
+    [pytest.param(1, 40, 16, 3, marks=pytest.mark.kernel_smoke), (19, 24, 5, 130), (40, 40, 16, 3)],
 )
 def test_a_token_equals_its_equations(B, C, N, R, longhorn, dtype, monkeypatch):
     """The programs of the last case have several tiles of rows."""

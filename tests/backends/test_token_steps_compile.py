@@ -5,9 +5,10 @@ import sys
 import pytest
 import torch
 from assembly import disassemble, missing_waits, overwritten_operands, wrong_descriptor_addresses
-from compiling import Compiler
+from compiling import Compiler, compile_kernel
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
+from deltazoo.backends.triton.element import selective_op
 from deltazoo.backends.triton.runtime.simulation import simulated_launches
 from deltazoo.mixers.core.config import parse
 
@@ -61,17 +62,49 @@ def test_the_kernels_of_a_token_compile_for_many_rows_and_slots(name, rows, slot
     check_step(name, 2048, rows, slots, torch.bfloat16, monkeypatch)
 
 
-def check_step(name, width, rows, slots, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        ({"rotary_width": 32}, "latent_attention_kernel"),
+        ({"rotary_width": 128, "latent_width": 256}, "latent_attention_sm90_kernel"),
+        ({"rotary_width": 0, "rotary_theta": None}, "latent_attention_kernel"),
+    ],
+)
+def test_other_rotary_widths_of_mla_compile(fields, kernel, monkeypatch):
+    expected = ("latent_token_kernel", kernel, "latent_output_kernel")
+    check_step("mla", 2048, 2, 576, torch.bfloat16, monkeypatch, fields, expected)
+
+
+@pytest.mark.parametrize("architecture", [80, 86, 90])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("C", "N", "R"), [(4096, 16, 128), (4096, 64, 128), (16384, 16, 512)])
+def test_tiles_of_selective_steps_fit_the_shared_memory(C, N, R, dtype, architecture, monkeypatch):
+    compiled = []
+
+    def launcher(*arguments):
+        compiled.append(compile_kernel(*arguments, architecture=architecture))
+        return lambda *_: None
+
+    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", launcher)
+    shapes = ((64, C), (64, R + 2 * N), (64, C), (C, R), (C,), (C, N), (C,))
+    tensors = [torch.empty(*shape, dtype=dtype, device="meta") for shape in shapes]
+    available = {80: 166912, 86: 101376, 90: 232448}[architecture]
+    with simulated_launches(DeviceSpec("a GPU", "cuda", divmod(architecture, 10), 132, available)):
+        selective_op._step(*tensors, torch.empty(64, C, N, device="meta"))
+    assert compiled[0].metadata.shared <= available
+
+
+def check_step(name, width, rows, slots, dtype, monkeypatch, fields=None, kernels=()):
     compiler = Compiler(all=True)
     monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
     with torch.device("meta"):
-        mixer = parse({"mixer": name}).build(width).to(dtype)
+        mixer = parse({"mixer": name, **(fields or {})}).build(width).to(dtype)
         x = torch.empty(rows, 1, width, dtype=dtype)
     with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
         mixer(x, mixer.init_state(rows, slots))
     compiled = [(kernel_name, kernel) for kernel_name, kernel in compiler.compiled if kernel_name in ALL]
     expected = [kernel if dtype == torch.float32 else IN_16_BITS.get(kernel, kernel) for kernel in KERNELS[name]]
-    assert [kernel_name for kernel_name, _ in compiled] == expected
+    assert [kernel_name for kernel_name, _ in compiled] == (list(kernels) or expected)
     for kernel_name, kernel in compiled:
         sass = disassemble(kernel.asm["cubin"])
         if dtype != torch.float32 or kernel_name != "latent_attention_kernel":  # it spills in float32

@@ -20,7 +20,7 @@ MAX_RANK = 256  # a program holds the weights of all ranks
 _LEAST = 16  # a dimension of an operand of tensor cores
 # Of ddlerp_down_kernel: outputs of a program, inputs that it reads at a time, in 16 and 32 bits, most splits of D.
 # A layer of RWKV-6 with 64 rows on an H200 takes 52.5 us with this launch, and 54.3 with 32 outputs, 128 inputs and 16.
-_OUTPUTS, _INPUTS, _SPLITS, _DOWN_WARPS = 16, {2: 256, 4: 64}, 8, 4
+_OUTPUTS, _INPUTS, _INPUTS_OF_FLOAT32, _SPLITS, _DOWN_WARPS = 16, 256, 64, 8, 4
 # Of ddlerp_kernel: rows of a program, most weights that it reads, and most channels.
 _ROWS, _WEIGHTS, _CHANNELS, _WARPS = 16, 8192, 256, 4
 
@@ -48,7 +48,8 @@ def _ddlerp(*arguments: Any) -> Tensor:
 
     call, shifted = DDLerpCall(*arguments), _fake(*arguments)
     (B, D), (P, R, _) = call.x.shape, call.up.shape
-    block = max(_LEAST, min(_INPUTS[call.down.element_size()], power_of_two(D)))
+    most = _INPUTS_OF_FLOAT32 if call.down.dtype == torch.float32 else _INPUTS
+    block = max(_LEAST, min(most, power_of_two(D)))
     span = cdiv(cdiv(D, _SPLITS), block) * block
     splits, ranks = cdiv(D, span), max(_LEAST, power_of_two(R))
     channels = max(_LEAST, min(_CHANNELS, _WEIGHTS // ranks, power_of_two(D)))

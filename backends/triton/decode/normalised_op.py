@@ -21,8 +21,8 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 MAX_ROWS, MAX_WIDTH = 512, 512  # rows and columns of a head's state, the normaliser apart
 # One program reads the state of a head: with few heads and large states most multiprocessors would be idle.
 MANY_HEADS, SMALL_STATE = 128, 32768
-_STATES, _STATES_PER_WARP, _WARPS = 8192, 2048, 8  # of a program at a time
-_STATES_OF_FEATURES = 16384  # with random features: both halves
+_STATES, _STATES_PER_WARP, _WARPS = 16384, 2048, 8  # of a program at a time
+_STATES_WITHOUT_GATES = 8192  # linear attention would spill registers: a layer of 64 rows on an H200 takes 97 us for 66
 _WEIGHTS = 8192  # of a program's product with random directions
 # Of a thread with random features and one tile, so that two programs fit an SM; the compiler would take 179. With
 # several tiles they would spill.
@@ -88,7 +88,7 @@ def _step(*arguments: Any) -> Tensor:
     tensors = step_tensors(call, _OF_TOKEN, _IN_PLACE) | {"o": o}
     halves = 2 if R else 1
     BR = power_of_two(cdiv(rows, halves))
-    BV = min(power_of_two(V), max(16, (_STATES_OF_FEATURES if R else _STATES) // (halves * BR)))
+    BV = min(power_of_two(V), max(16, (_STATES if call.gates else _STATES_WITHOUT_GATES) // (halves * BR)))
     overlap = overlaps(call.qkv)
     qkv_stride, raw_stride, gate_stride = (
         0 if tensors[name] is None else tensors[name].stride(0) for name in _OF_TOKEN

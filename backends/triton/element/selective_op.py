@@ -21,7 +21,8 @@ _ROWS, _STATES, _RANKS = 16, 4096, 128  # of a tile; ranks of one of its product
 # A layer of width 2048 with 64 rows on an H200, us, Mamba and Longhorn: 40.8 and 40.5 with this launch; 43.1 and 41.7
 # with 4 warps; 43.9 and 48.0 with 4 warps and 2 programs of an SM.
 _WARPS = 2
-_STAGES, _SHARE = 3, 4  # tiles in flight; programs of an SM
+_STAGES, _SHARE = 3, 4  # tiles in flight; programs per SM, at most
+_RESERVED = 65536  # bytes of shared memory of a program beside its tiles in flight
 _WARPS_OF_FLOAT32 = 4  # with 2 the products of streams spill registers
 
 
@@ -51,17 +52,19 @@ def _step(*arguments: Any) -> Tensor:
     tensors = step_tensors(call, ("v", "streams", "gate"), ("states",)) | {"o": o}
     overlap = overlaps(call.v)
     channels = max(16, _STATES // (_ROWS * power_of_two(N)))
-    tiles, programs = cdiv(B, _ROWS) * cdiv(C, channels), _SHARE * device_spec(device_of(call.v).index).processors
-    steps = cdiv(tiles, programs)
+    device, blocks = device_spec(device_of(call.v).index), cdiv(C, channels)
+    steps = cdiv(cdiv(B, _ROWS), max(1, _SHARE * device.processors // blocks))
+    tile_bytes = _ROWS * (4 * channels * power_of_two(N) + power_of_two(R) * call.v.element_size())
+    stages = max(1, min(_STAGES if steps > 1 else 1, (device.shared_memory - _RESERVED) // tile_bytes))
     traits = SelectiveTraits(
         C=C, N=N, R=R, BN=power_of_two(N), BR=max(16, min(_RANKS, power_of_two(R))), ROWS=_ROWS, CHANNELS=channels,
-        SPAN=steps * _ROWS, STAGES=_STAGES, VALUES=tensors["v"].stride(0), STREAMS=tensors["streams"].stride(0),
+        SPAN=steps * _ROWS, STAGES=stages, VALUES=tensors["v"].stride(0), STREAMS=tensors["streams"].stride(0),
         GATE=tensors["gate"].stride(0), LONGHORN=call.A_log is None, OVERLAP=overlap,
     )  # fmt: skip
     with torch.cuda.device_of(call.v):
         warps = _WARPS_OF_FLOAT32 if call.v.dtype == torch.float32 else _WARPS
         run = launcher(selective_step_kernel, tensors, {"traits": traits}, Options(warps, overlap=overlap))
-        run(cdiv(B, steps * _ROWS) * cdiv(C, channels), {"B": B})
+        run(cdiv(B, steps * _ROWS) * blocks, {"B": B})
     finish(call, tensors, ("states",))
     return o
 

@@ -57,13 +57,14 @@ class DotLaunch(NamedTuple):
     """Launch parameters of `few_rows_sm90_kernel` and `few_rows_kernel`.
 
     A captured step with 32 rows on an H200, microseconds for gated-deltanet-1.3b, kda, rwkv7 and mamba2: 2000, 1630,
-    1480 and 3080 with the defaults; 2113, 1778, 1613 and 3256 by `few_rows_kernel` instead; 2073, 1657, 1503 and 3170
-    with share=3 and twice as many splits; 2122 for the first model with 128 rows of 64 inputs and 8 warps.
-    A form that loaded x through registers and applied the norm there took 2255, 2017, 1699 and 3496.
+    1480 and 3080 with programs that always shared an SM; 2113, 1778, 1613 and 3256 by `few_rows_kernel` instead; 2073,
+    1657, 1503 and 3170 with share=3 and twice as many splits; 2122 for the first model with 128 rows of 64 inputs and 8
+    warps. A form that loaded x through registers and applied the norm there took 2255, 2017, 1699 and 3496. In a later
+    run with the defaults: 1980, 1557, 1374 and 3028.
 
     Args:
         rows: rows of the weights of a program. block: inputs that it loads at a time. stages: most blocks in flight;
-            with 5 the next kernel fits an SM beside a program.
+            with 5 a kernel of little shared memory fits an SM beside a program.
         share: programs that must fit the shared memory of an SM, unless each has an SM of its own.
     """
 
@@ -274,7 +275,8 @@ def span_of(tiles: int, D: int, processors: int, block: int) -> int:
     Each program has an SM of its own, unless that leaves a tenth of the SMs idle.
     """
     splits = processors // tiles if 2 * tiles <= processors else 1
-    splits += splits > 1 and 10 * splits * tiles < 9 * processors
+    if splits > 1 and 10 * splits * tiles < 9 * processors:
+        splits += 1
     splits = max(1, min(splits, D // _LEAST_SPAN))
     return cdiv(cdiv(D, splits), block) * block
 

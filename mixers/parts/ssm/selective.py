@@ -109,7 +109,7 @@ class SelectiveOperands(OperandPart, TokenStep):
         products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm, convolution)
         v = products["project"]
         if convolution is None:
-            v = project.convolve(v, call.states.get("project"), call.context)[0]
+            v, _ = project.convolve(v, call.states.get("project"), call.context)
         v = v[:, 0]
         gate = products["gate"][:, 0]
         streams = products_of_few_rows(v, [self.proj.weight])[0]

@@ -30,9 +30,8 @@ def copy_rows(c_s, r_s, rows, number, in_rows, traits: gl.constexpr):
     c = gl.arange(0, traits.V, COPY_COLUMNS)
     at = rows + number[:, None] * (traits.V + traits.R)
     async_load(c_s, at + c[None, :], mask=in_rows[:, None] & (c < traits.V)[None, :])
-    if traits.R > 0:
-        r = traits.V + gl.arange(0, traits.BR, COPY_COLUMNS)
-        async_load(r_s, at + r[None, :], mask=in_rows[:, None] & (r < traits.V + traits.R)[None, :])
+    r = traits.V + gl.arange(0, traits.R, COPY_COLUMNS)
+    async_load(r_s, at + r[None, :], mask=in_rows[:, None] & (r < traits.V + traits.R)[None, :])
 
 
 @gluon.jit
@@ -46,7 +45,7 @@ def copy_slots(c_s, r_s, latent, n, stop, traits: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["S"])
 def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.constexpr):
-    """Compute what latent_attention_kernel computes, in 16 bits, for C a power of two and R one or 0."""
+    """Compute what latent_attention_kernel computes, in 16 bits. C and R are powers of two, at least 64."""
     H: gl.constexpr = traits.H
     C: gl.constexpr = traits.V
     R: gl.constexpr = traits.R
@@ -55,9 +54,9 @@ def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.co
     PARTS: gl.constexpr = traits.PARTS
     GROUPS: gl.constexpr = (H + ROWS - 1) // ROWS
     c_s = gl.allocate_shared_memory(latent.dtype.element_ty, [2, BN, C], SMEM)
-    r_s = gl.allocate_shared_memory(latent.dtype.element_ty, [2, BN, traits.BR], SMEM)
+    r_s = gl.allocate_shared_memory(latent.dtype.element_ty, [2, BN, R], SMEM)
     q_c_s = gl.allocate_shared_memory(latent.dtype.element_ty, [ROWS, C], SMEM)
-    q_r_s = gl.allocate_shared_memory(latent.dtype.element_ty, [ROWS, traits.BR], SMEM)
+    q_r_s = gl.allocate_shared_memory(latent.dtype.element_ty, [ROWS, R], SMEM)
     p_s = gl.allocate_shared_memory(latent.dtype.element_ty, [BN, ROWS], WEIGHTS)
     start_next()
     part = gl.program_id(0) % PARTS
@@ -82,8 +81,7 @@ def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.co
         barrier()
         c_tile = c_s.index(buffer)
         x = warpgroup_mma(c_tile, q_c_s.permute((1, 0)), gl.zeros([BN, ROWS], gl.float32, ACC))
-        if R > 0:
-            x = warpgroup_mma(r_s.index(buffer), q_r_s.permute((1, 0)), x)
+        x = warpgroup_mma(r_s.index(buffer), q_r_s.permute((1, 0)), x)
         filled = n + gl.arange(0, BN, SLOTS) < stop
         x = gl.where(filled[:, None], x * (traits.SCALE * LOG2E), float("-inf"))
         m_new = gl.maximum(m, gl.max(x, 0))
@@ -98,6 +96,8 @@ def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.co
         barrier()
         copy_slots(c_tile, r_s.index(buffer), latent, n + 2 * BN, stop, traits)
         buffer = 1 - buffer
+    async_copy.wait_group(0)  # of q, if there is no slot
+    barrier()
     total = gl.sum(l, 0)
     o_tile *= gl.where(total == 0.0, 0.0, 1.0 / total)[None, :]
     head = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))

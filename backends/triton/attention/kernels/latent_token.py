@@ -135,7 +135,8 @@ def map_queries(q, weight, query, B, early, traits: tl.constexpr):
     ROWS: tl.constexpr = traits.ROWS
     COLUMNS: tl.constexpr = traits.COLUMNS
     TILES: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
-    BLOCK: tl.constexpr = min(64, traits.BK)  # with all K at once, the next kernel would not fit an SM beside this one
+    # a product of all K takes 32 KB of shared memory, which leaves too little for the attention to start on the same SM
+    BLOCK: tl.constexpr = min(64, traits.BK)
     number = tl.program_id(0) - B
     h = number // TILES % H
     c = number % TILES * COLUMNS + tl.arange(0, COLUMNS)
