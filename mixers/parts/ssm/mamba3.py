@@ -59,7 +59,8 @@ class BiasedNorm(OperandPart):
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         normed = inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k))
-        return normed, None, {"q_bias": self.q_bias, "k_bias": self.k_bias}
+        # copies, because FSDP2 frees the parameters of a part after its call
+        return normed, None, {"q_bias": self.q_bias.clone(), "k_bias": self.k_bias.clone()}
 
 
 class TrapezoidalGates(OperandPart, MapsInput):
