@@ -213,11 +213,14 @@ class ChannelProjection(nn.Module, Stateful, MapsInput):
 
     def convolution(self, x_B1D: Tensor, history: Tensor | None) -> Convolution | None:
         """Return the convolution that the kernel of the map computes in a decode step; None: it computes none."""
-        conv = self.conv
-        if history is None or type(conv) is not ShortConv or not is_plain(conv):
+        if self.conv is None or history is None or not self.convolves_plainly():
             return None
-        convolution = Convolution(history, conv.weight, conv.bias, self.parts[0].silu)
+        convolution = Convolution(history, self.conv.weight, self.conv.bias, self.parts[0].silu)
         return convolution if convolves(x_B1D, self.to_v, convolution) else None
+
+    def convolves_plainly(self) -> bool:
+        """Whether there is no convolution, or a call of its module computes only that."""
+        return self.conv is None or (type(self.conv) is ShortConv and is_plain(self.conv))
 
     def convolve(self, product: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return the values [B, T, C] from the product of the map, and the new state."""

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.selective_step import MAX_STATES, SelectiveCall, selective_step_
-from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
-from deltazoo.mixers.parts.convolution import ShortConv
 from deltazoo.mixers.parts.gates.decays import init_dt_bias, softplus
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.norms import RMSNorm
@@ -103,7 +101,7 @@ class SelectiveOperands(OperandPart, TokenStep):
             return None
         if not adds_to_product(self.proj, x) or not adds_to_product(step, x):
             return None
-        if project.conv is not None and (type(project.conv) is not ShortConv or not is_plain(project.conv)):
+        if not project.convolves_plainly():
             return None
         convolution = project.convolution(x, call.states.get("project"))
         products = apply_maps(x, {"project": project.to_v, "gate": output_gate.proj}, call.norm, convolution)
