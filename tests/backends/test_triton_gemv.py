@@ -279,11 +279,13 @@ def test_sums_over_splits_of_the_inputs_are_added(gated, splits, monkeypatch):
 
 @pytest.mark.parametrize("D", [2048, 4096, 5888])
 @pytest.mark.parametrize("tiles", [1, 10, 32, 38, 57, 66, 67, 96, 500])
-def test_splits_fill_the_multiprocessors(tiles, D):
-    span = op.span_of(tiles, D, 132, 128)
+@pytest.mark.parametrize("alone", [False, True])
+def test_splits_fill_the_multiprocessors(tiles, D, alone):
+    span = op.span_of(tiles, D, 132, 128, alone)
     splits = -(-D // span)
     assert span % 128 == 0 or span == D
     if tiles > 66:
         assert splits == 1
     elif splits < D // 512 - 1:  # else the spans are as short as they may be
-        assert 0.9 * 132 <= splits * tiles < 132 + tiles
+        filled = 132 // tiles * tiles
+        assert splits * tiles == (filled if alone and filled >= 0.9 * 132 else -(-132 // tiles) * tiles)
