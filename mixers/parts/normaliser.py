@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
-from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_, takes_state
+from deltazoo.backends.triton.decode.normalised_op import PAIRS, NormalisedCall, normalised_step_, takes_state
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.spec import Decay
 from deltazoo.mixers.core.decode_maps import adds_to_product
@@ -23,7 +23,7 @@ from deltazoo.mixers.parts.feature_maps import FeatureMap, RandomFourierFeatures
 from deltazoo.mixers.parts.gates.decays import SigmoidDecay, TiedInputGate
 from deltazoo.mixers.parts.gates.exponential_gating import ExponentialGate
 from deltazoo.mixers.parts.gates.output_gates import OutputGate
-from deltazoo.mixers.parts.norms import HeadNorm, UnitNorm
+from deltazoo.mixers.parts.norms import HeadNorm, SharedLayerNorm, UnitNorm
 from deltazoo.mixers.parts.projections import QKVProjection
 
 
@@ -44,6 +44,9 @@ class _Step(NamedTuple):
     norm_eps: float = 0.0
     activation: str = ""
     feature: str = ""
+    key_weight: Tensor | None = None
+    key_bias: Tensor | None = None
+    key_eps: float = 0.0
 
 
 class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
@@ -58,7 +61,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
         return shape._replace(value_width=shape.value_width + 1)
 
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
-        step = _plain_step(call) or _fourier_step(call) or _exponential_step(call)
+        step = _plain_step(call) or _layer_norm_step(call) or _fourier_step(call) or _exponential_step(call)
         if step is None:
             return None
         project, update = call.parts["project"], call.parts["update"]
@@ -88,6 +91,7 @@ class NormaliserColumn(OperandPart, ResizesHeads, TokenStep):
                 H, step.gates, divisor, of["qkv"], call.states["update"], update.spec.scale_of(K),
                 divide.eps, floor, of.get("raw"), step.bias, step.largest, step.directions, step.sigma, step.norm,
                 step.norm_weight, step.norm_eps, step.activation, of.get("gate"), step.feature,
+                step.key_weight, step.key_bias, step.key_eps,
             )
         )  # fmt: skip
         return TokenOutput(o[:, None])
@@ -123,11 +127,21 @@ class Normalise(OutputPart):
 
 
 def _plain_step(call: TokenCall) -> _Step | None:
-    """Return what a step of linear attention reads; None: the parts are others, or the feature map has no kernel."""
+    """Return what a step of linear attention or Based reads; None: other parts, or the feature map has no kernel."""
     if not call.has_parts(QKVProjection, FeatureMap, NormaliserColumn, Update, Normalise):
         return None
     feature = call.part(FeatureMap).feature
-    return _Step("", feature=feature) if feature == "elu+1" else None
+    return _Step("", feature=feature) if feature in ("elu+1", *PAIRS) else None
+
+
+def _layer_norm_step(call: TokenCall) -> _Step | None:
+    """Return what a step of ReBased reads; None: the parts are others, or the feature map has no kernel."""
+    if not call.has_parts(QKVProjection, SharedLayerNorm, FeatureMap, NormaliserColumn, Update, Normalise):
+        return None
+    norm, feature = call.part(SharedLayerNorm), call.part(FeatureMap).feature
+    if feature not in PAIRS:
+        return None
+    return _Step("", feature=feature, key_weight=norm.weight, key_bias=norm.bias, key_eps=norm.eps)
 
 
 def _fourier_step(call: TokenCall) -> _Step | None:

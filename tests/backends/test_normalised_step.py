@@ -1,4 +1,4 @@
-"""A token of linear attention, gated RFA or mLSTM by a kernel against float64: in the interpreter, or on a GPU."""
+"""A token of linear attention, (Re)Based, gated RFA or mLSTM by a kernel against float64: interpreted, or on a GPU."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton_cases import DEVICE, needs_triton
 
-from deltazoo.backends.triton.decode.normalised_op import NormalisedCall, normalised_step_
+from deltazoo.backends.triton.decode.normalised_op import PAIRS, NormalisedCall, normalised_step_
+from deltazoo.mixers.parts.feature_maps import feature_width, phi
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 
@@ -26,6 +27,10 @@ class Sizes(NamedTuple):
 
 CASES = {
     "elu+1": Sizes(3, 2, 4, 6, 5),
+    "taylor": Sizes(3, 2, 4, 5, 6),
+    "taylor, three tiles of rows": Sizes(1, 1, 1, 8, 70),
+    "quadratic": Sizes(2, 2, 4, 6, 5),
+    "quadratic, two tiles of rows and of columns": Sizes(1, 1, 1, 6, 130),
     "fourier": Sizes(2, 2, 4, 6, 5, 3),
     "fourier, two products": Sizes(1, 1, 1, 70, 40, 130),
     "exponential": Sizes(3, 1, 2, 12, 20),
@@ -43,8 +48,14 @@ def case(name: str, dtype: torch.dtype) -> NormalisedCall:
     gates = HV if kind == "fourier" else 2 * HV
     products = 2 * draw(B, 2 * H * K + 2 * HV * V + gates + 1, seed=0).to(dtype)  # the rows of each operand are apart
     qkv, raw, gate = products[:, :-1].split([2 * H * K + HV * V, gates, HV * V], 1)
-    rows = 2 * R or K
+    rows = feature_width(kind, K) if kind in PAIRS else 2 * R or K
     states = draw(B, HV, rows, V + 1, seed=1)
+    if kind in PAIRS:
+        states[..., V] = phi(kind, draw(B, HV, 5, K, seed=2)).sum(2)  # of five keys, so that no divisor is near 0
+        weight, bias = (None, None) if kind == "taylor" else (1 + 0.5 * draw(2, K, seed=3)).to(dtype)
+        return NormalisedCall(
+            H, "", "sum", qkv, states, 0.5, 1e-6, feature=kind, key_weight=weight, key_bias=bias, key_eps=1e-2
+        )
     if kind == "elu+1":
         return NormalisedCall(H, "", "sum", qkv, states.abs(), 0.5, 1e-6, feature="elu+1")
     if kind == "fourier":
@@ -76,6 +87,10 @@ def expected(call: NormalisedCall) -> tuple[Tensor, ...]:
         q, k = (torch.cat([x.sin(), x.cos()], 2) * R**-0.5 for x in (q, k))
     if call.feature == "elu+1":
         q, k = F.elu(q) + 1, F.elu(k) + 1
+    if call.key_weight is not None:
+        q, k = (F.layer_norm(x, (K,), call.key_weight, call.key_bias, call.key_eps) for x in (q, k))
+    if call.feature in PAIRS:
+        q, k = phi(call.feature, q), phi(call.feature, k)
     q, k = (x.repeat_interleave(HV // H, 1) for x in (q, k))
     decay, write, m = torch.ones(B, HV), torch.ones(B, HV), torch.zeros(B, HV)
     if call.gates == "sigmoid":
@@ -137,7 +152,7 @@ def test_nan_of_a_key_reaches_its_row_of_the_state_and_the_output():
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["elu+1", "fourier", "exponential"])
+@pytest.mark.parametrize("name", ["elu+1", "quadratic", "fourier", "exponential"])
 def test_the_operator_passes_opcheck(name):
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     call = case(name, torch.float32)

@@ -20,16 +20,19 @@ from deltazoo.mixers import (
     S4D,
     S5,
     ABCAttention,
+    Based,
     GatedRFA,
     LinearAttention,
     LonghornDiagonal,
     Mamba,
     MixerConfig,
     Raven,
+    ReBased,
     Rodimus,
 )
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
+from deltazoo.mixers.parts.feature_maps import FeatureMap
 from deltazoo.mixers.parts.ssm import diagonal_ssm
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
@@ -51,6 +54,8 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "rg_lru without a convolution": (RGLRU(conv_width=0, bias=False), "rg_lru_step_kernel"),
     "gated_rfa": (GatedRFA(heads=2, key_width=6, value_width=5, features=3), "normalised_step_kernel"),
     "linear_attention": (LinearAttention(heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
+    "based": (Based(heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
+    "rebased": (ReBased(heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
     "abc": (ABCAttention(heads=2, key_width=5, value_width=6, slots=3), "softmax_slots_step_kernel"),
     "rodimus": (Rodimus(key_width=5, expand=1, gate_rank=3), "tempered_step_kernel"),
     "mlstm": (MLSTM(heads=1, value_heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
@@ -60,6 +65,8 @@ OTHERS: dict[str, MixerConfig] = {
     "hgrn": HGRN(turning=False),
     "rg_lru": RGLRU(conv_width=1),
     "linear_attention": LinearAttention(heads=2, key_width=6, value_width=5, feature="relu"),
+    "based": Based(heads=2, key_value_heads=1, key_width=6, value_width=5),
+    "rebased": ReBased(heads=2, key_value_heads=1, key_width=6, value_width=5),
     "rwkv6": RWKV6(heads=2, mix_rank=257),
     "raven": Raven(heads=2, key_width=8, slots=6, active=3, gate=True),
     "raven with shared keys": Raven(heads=2, key_width=8, slots=6, active=3, feature="relu"),
@@ -112,6 +119,7 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
         "hgrn",
         "rg_lru without a convolution",
         "linear_attention",
+        "rebased",
         "mlstm",
         "abc",
         "rodimus",
@@ -146,6 +154,16 @@ def test_options_without_a_kernel_decode_by_parts(name, monkeypatch):
     assert MIXERS[name][1] not in kernels
     for ours, reference in zip(packed, separate, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+def test_a_layer_norm_before_another_feature_map_decodes_by_parts(monkeypatch):
+    mixer = build(ReBased(heads=2, key_width=1, value_width=5))
+    mixer.operands["feature"] = FeatureMap("elu+1")  # it also has one feature per channel
+    separate, _ = decode(mixer, monkeypatch, packed=False)
+    packed, kernels = decode(mixer, monkeypatch)
+    assert "normalised_step_kernel" not in kernels
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
 
 
 @needs_triton

@@ -20,6 +20,7 @@ pytestmark = [
 # Besides those of products.
 KERNELS: dict[str, tuple[str, ...]] = {
     "abc": ("softmax_slots_step_kernel",),
+    "based": ("normalised_step_kernel",),
     "gated_rfa": ("normalised_step_kernel",),
     "h3": ("complex_step_kernel",),
     "hgrn": ("rotating_step_kernel",),
@@ -30,6 +31,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mla": ("latent_token_kernel", "latent_attention_kernel", "latent_output_kernel"),
     "mlstm": ("normalised_step_kernel",),
     "raven": ("routed_slots_step_kernel",),
+    "rebased": ("normalised_step_kernel",),
     "rg_lru": ("rg_lru_step_kernel",),
     "rodimus": ("tempered_step_kernel",),
     "rwkv4": ("wkv_step_kernel",),

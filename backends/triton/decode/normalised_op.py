@@ -1,4 +1,4 @@
-"""Operator and launch of one token of linear attention, gated RFA or mLSTM.
+"""Operator and launch of one token of linear attention, Based, ReBased, gated RFA or mLSTM.
 
 kernels/normalised_step.py has the equations.
 
@@ -23,6 +23,9 @@ MAX_ROWS, MAX_WIDTH = 512, 512  # rows and columns of a head's state, the normal
 MANY_HEADS, SMALL_STATE = 128, 32768
 _STATES, _STATES_PER_WARP, _WARPS = 16384, 2048, 8  # of a program at a time
 _STATES_WITHOUT_GATES = 8192  # linear attention would spill registers: a layer of 64 rows on an H200 takes 97 us for 66
+PAIRS = ("taylor", "quadratic")  # features that are products of pairs of channels
+# With them; and the most columns of a tile. A program of 4 warps with 153 rows has 96 registers: 5 of them fit an SM.
+_STATES_OF_PAIRS, _STATES_OF_PAIRS_PER_WARP, _COLUMNS_OF_PAIRS = 2048, 512, 128
 _WEIGHTS = 8192  # of a program's product with random directions
 # Of a thread with random features and one tile, so that two programs fit an SM; the compiler would take 179. With
 # several tiles they would spill.
@@ -36,6 +39,7 @@ class NormalisedCall(NamedTuple):
 
     Args:
         heads: H. gates, divisor, feature: as in `NormalisedTraits`. floor: of the divisor "floor".
+        key_weight, key_bias, key_eps: of a layer norm of q and k before the features "taylor" or "quadratic".
         eps: of the division. bias, largest: with the gates "exponential".
         directions, sigma: of the random features; None: q and k are not mapped.
         norm: of each head's output, "rms" or "layer", with weights [V] or [HV V]; "": none.
@@ -61,6 +65,9 @@ class NormalisedCall(NamedTuple):
     activation: str = ""
     gate: Tensor | None = None
     feature: str = ""
+    key_weight: Tensor | None = None
+    key_bias: Tensor | None = None
+    key_eps: float = 0.0
 
 
 def takes_state(heads: int, rows: int, V: int) -> bool:
@@ -89,18 +96,25 @@ def _step(*arguments: Any) -> Tensor:
     halves = 2 if R else 1
     BR = power_of_two(cdiv(rows, halves))
     BV = min(power_of_two(V), max(16, (_STATES if call.gates else _STATES_WITHOUT_GATES) // (halves * BR)))
+    tile_rows, numbers_per_warp = BR, _STATES_PER_WARP
+    if call.feature in PAIRS:
+        BV = min(power_of_two(V), _COLUMNS_OF_PAIRS)
+        tile_rows, numbers_per_warp = min(BR, _STATES_OF_PAIRS // BV), _STATES_OF_PAIRS_PER_WARP
     overlap = overlaps(call.qkv)
     qkv_stride, raw_stride, gate_stride = (
         0 if tensors[name] is None else tensors[name].stride(0) for name in _OF_TOKEN
     )
     traits = NormalisedTraits(
         QKV_STRIDE=qkv_stride, RAW_STRIDE=raw_stride, GATE_STRIDE=gate_stride, H=H, HV=HV, K=K, R=R, V=V,
-        HALVES=halves, ROWS=rows // halves, BR=BR, BV=BV, INPUTS=min(power_of_two(K), max(1, _WEIGHTS // BR)),
-        GATES=call.gates, FEATURE=call.feature, DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
+        HALVES=halves, ROWS=rows // halves, BR=BR, BV=BV, TILE_ROWS=tile_rows,
+        INPUTS=min(power_of_two(K), max(1, _WEIGHTS // BR)), GATES=call.gates, FEATURE=call.feature,
+        KEY_NORM=call.key_weight is not None, KEY_EPS=call.key_eps,
+        DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
         NORM_PER_HEAD=call.norm_weight is not None and call.norm_weight.numel() != V, NORM_BIAS=False,
         NORM_EPS=call.norm_eps, GATE=call.activation, GATE_BEFORE_NORM=False, OVERLAP=overlap,
     )  # fmt: skip
-    warps = limit_warps(max(1, min(_WARPS, halves * BR * BV // _STATES_PER_WARP)), halves * BR * BV)
+    numbers = halves * tile_rows * BV
+    warps = limit_warps(max(1, min(_WARPS, numbers // numbers_per_warp)), numbers)
     with torch.cuda.device_of(call.qkv):
         options = Options(warps, registers=_REGISTERS if R and V <= BV else None, overlap=overlap)
         launcher(normalised_step_kernel, tensors, {"traits": traits}, options)(B * HV, {"scale": call.scale})

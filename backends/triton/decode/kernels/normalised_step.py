@@ -1,4 +1,4 @@
-"""One token of linear attention, gated RFA or mLSTM, from the products of the input to the output map.
+"""One token of linear attention, Based, ReBased, gated RFA or mLSTM, from products of the input to the output map.
 
 The last column of a state is the normaliser.
 
@@ -6,12 +6,13 @@ The last column of a state is the normaliser.
     S <- a S + w k [v, 1]^T,    [y, n] = scale S^T q
     o = y / (n + eps), or y / (max(|n|, floor) + eps);  then optionally a norm of the head and a gate
 
-    no gates     a = w = 1                                                               (linear attention)
+    no gates     a = w = 1                                              (linear attention, Based and ReBased)
     sigmoid      a = sigmoid(g), w = 1 - a                                                      (gated RFA)
     exponential  i, f = cap(g + bias), m' = max(m + log sigmoid(f), i), cap(x) = 15 tanh(x / 15)    (mLSTM)
                  a = sigmoid(f) exp(m - m'), w = exp(i - m'), floor = exp(-m')
 
-phi is the identity, elu(x) + 1, or [sin(G^T sigma x), cos(G^T sigma x)] / sqrt(R) with x / |x| for x.
+phi is the identity, elu(x) + 1, products of pairs of channels (pair_features.py), or
+[sin(G^T sigma x), cos(G^T sigma x)] / sqrt(R) with x / |x| for x.
 H key heads, HV value heads, K channels of q and k, R random directions, V value width
 """
 
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from deltazoo.backends.triton.decode.kernels.pair_features import pair_features
 from deltazoo.backends.triton.decode.kernels.step_parts import load_head, norm_and_gate, softplus
 from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
 from deltazoo.backends.triton.element.kernels.complex_step import cos_and_sin
@@ -34,9 +36,11 @@ class NormalisedTraits(NamedTuple):
     Args:
         QKV_STRIDE, RAW_STRIDE, GATE_STRIDE: elements from row to row of qkv, raw and gate.
         H, HV, K, R, V: sizes; R is 0 without random features. HALVES: of the rows of the state: 2 with them.
-        ROWS: of a half. BR: ROWS, and BV: columns that are processed at a time, as powers of 2.
-        INPUTS: channels of q and k of a product with the directions, a power of 2.
-        GATES: "sigmoid", "exponential" or "". FEATURE: "elu+1" or "".
+        ROWS: of a half. BR: ROWS as a power of 2. TILE_ROWS, BV: rows and columns that are processed at a time, powers
+        of 2; TILE_ROWS is BR, or less if there is one half.
+        INPUTS: channels of q and k of a product with the directions, or at least K: a power of 2.
+        GATES: "sigmoid", "exponential" or "". FEATURE: "elu+1", "taylor", "quadratic" or "".
+        KEY_NORM: whether q and k pass a layer norm, with KEY_EPS, before "taylor" or "quadratic".
         DIVISOR: "sum": n + eps; "floor": with FLOOR; "one": with the floor of the exponential gates.
         NORM to GATE_BEFORE_NORM: as in `StepTraits`. OVERLAP: see device/overlap.py.
     """
@@ -53,9 +57,12 @@ class NormalisedTraits(NamedTuple):
     ROWS: int
     BR: int
     BV: int
+    TILE_ROWS: int
     INPUTS: int
     GATES: str
     FEATURE: str
+    KEY_NORM: bool
+    KEY_EPS: float
     DIVISOR: str
     FLOOR: float
     EPS: float
@@ -128,18 +135,42 @@ def larger(x, y):
 
 
 @triton.jit
+def step_of_row_tiles(at, S, queries, keys, decay, v, in_v, traits: tl.constexpr):
+    """Update columns of a state, TILE_ROWS rows at a time, and return S^T q.
+
+    Args: at, S: addresses and numbers of the first rows. v: of the columns, times w. in_v: mask of the columns.
+    """
+    ROWS: tl.constexpr = traits.ROWS
+    TILE_ROWS: tl.constexpr = traits.TILE_ROWS
+    COLUMNS: tl.constexpr = traits.V + 1
+    read = tl.zeros_like(S)
+    for first in tl.range(0, ROWS, TILE_ROWS):
+        rows = first + tl.arange(0, TILE_ROWS)
+        in_following = (rows + TILE_ROWS < ROWS)[None, :, None] & in_v[:, None, :]
+        ahead = tl.load(at + TILE_ROWS * COLUMNS, mask=in_following, other=0.0)
+        S = decay * S + tl.gather(keys, rows, 0)[None, :, None] * v[:, None, :]
+        tl.store(at, S, mask=(rows < ROWS)[None, :, None] & in_v[:, None, :])
+        read += S * tl.gather(queries, rows, 0)[None, :, None]
+        S = ahead
+        at += TILE_ROWS * COLUMNS
+    return tl.sum(read, 1)
+
+
+@triton.jit
 def normalised_step_kernel(
-    qkv, raw, bias, directions, sigma, norm_weight, gate, largest, states, o, scale, traits: tl.constexpr
-):
+    qkv, raw, bias, directions, sigma, key_weight, key_bias, norm_weight, gate, largest, states, o, scale,
+    traits: tl.constexpr,
+):  # fmt: skip
     """Decode the token of one value head.
 
     Grid: row, value head. Reads qkv [B, 2 H K + HV V], raw [B, HV] (sigmoid) or [B, 2 HV] (exponential) and gate
-    [B, HV V], each with a row stride, bias [2 HV], directions [H, K, R], sigma [H, K] and norm_weight [V] or [HV V].
-    Updates states [B, HV, HALVES ROWS, V + 1] float32 and largest [B, HV] (m) in place. Writes o [B, HV V].
+    [B, HV V], each with a row stride, bias [2 HV], directions [H, K, R], sigma [H, K], key_weight and key_bias [K]
+    (KEY_NORM) and norm_weight [V] or [HV V]. Updates states [B, HV, HALVES ROWS, V + 1] float32 and largest [B, HV] (m)
+    in place. Writes o [B, HV V].
 
     A program also processes the last column: programs for one column would read whole sectors of each row again.
-    Tiles are [BV / LANES, BR, LANES], so that a warp, whose loads are not vectors because rows have an odd number of
-    columns, owns few rows of all columns, and a thread few elements of q and k.
+    Tiles are [BV / LANES, TILE_ROWS, LANES], so that a warp, whose loads are not vectors because rows have an odd
+    number of columns, owns few rows of all columns, and a thread few elements of q and k.
     """
     H: tl.constexpr = traits.H
     HV: tl.constexpr = traits.HV
@@ -165,9 +196,11 @@ def normalised_step_kernel(
     r = tl.arange(0, traits.BR)
     in_r = r < ROWS
     c = tl.arange(0, BV // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    at = states + r[None, :, None] * COLUMNS + c[:, None, :]
+    tile_row = tl.arange(0, traits.TILE_ROWS)
+    in_rows = (tile_row < ROWS)[None, :, None]
+    at = states + tile_row[None, :, None] * COLUMNS + c[:, None, :]
     # the other half follows the features, beside which it would spill registers
-    ahead = tl.load(at, mask=in_r[None, :, None] & (c < V)[:, None, :], other=0.0)
+    ahead = tl.load(at, mask=in_rows & (c < V)[:, None, :], other=0.0)
     columns = ()
     for half in tl.static_range(HALVES):
         columns = columns + (tl.load(states + (half * ROWS + r) * COLUMNS + V, mask=in_r, other=0.0),)
@@ -177,6 +210,10 @@ def normalised_step_kernel(
         queries, keys = fourier_features(
             qkv + h * K, qkv + (H + h) * K, directions + h * (K * traits.R), sigma + h * K, traits
         )
+    elif traits.FEATURE == "taylor" or traits.FEATURE == "quadratic":
+        q, k = pair_features(qkv + h * K, qkv + (H + h) * K, key_weight, key_bias, traits)
+        queries = (q,)
+        keys = (k,)
     else:
         q = tl.load(qkv + h * K + r, mask=in_r, other=0.0).to(tl.float32)
         k = tl.load(qkv + (H + h) * K + r, mask=in_r, other=0.0).to(tl.float32)
@@ -219,18 +256,20 @@ def normalised_step_kernel(
     for i in tl.static_range(TILES):
         in_v = i * BV + c < V
         v = tl.load(qkv + 2 * H * K + hv * V + i * BV + c, mask=in_v, other=0.0).to(tl.float32)
-        in_tile = in_r[None, :, None] & in_v[:, None, :]
+        in_tile = in_rows & in_v[:, None, :]
         out = tl.zeros([BV // LANES, LANES], tl.float32)
         tiles = (ahead,)
         if HALVES > 1:
             tiles = tiles + (tl.load(at + ROWS * COLUMNS + i * BV, mask=in_tile, other=0.0),)
         if i + 1 < TILES:
-            mask = in_r[None, :, None] & (i * BV + BV + c < V)[:, None, :]
-            ahead = tl.load(at + i * BV + BV, mask=mask, other=0.0)
-        for half in tl.static_range(HALVES):
-            S = decay * tiles[half] + keys[half][None, :, None] * (write * v)[:, None, :]
-            tl.store(at + half * (ROWS * COLUMNS) + i * BV, S, mask=in_tile)
-            out += tl.sum(S * queries[half][None, :, None], 1)
+            ahead = tl.load(at + i * BV + BV, mask=in_rows & (i * BV + BV + c < V)[:, None, :], other=0.0)
+        if traits.TILE_ROWS < traits.BR:
+            out = step_of_row_tiles(at + i * BV, tiles[0], queries[0], keys[0], decay, write * v, in_v, traits)
+        else:
+            for half in tl.static_range(HALVES):
+                S = decay * tiles[half] + keys[half][None, :, None] * (write * v)[:, None, :]
+                tl.store(at + half * (ROWS * COLUMNS) + i * BV, S, mask=in_tile)
+                out += tl.sum(S * queries[half][None, :, None], 1)
         outs = outs + (tl.reshape(out * scale / divisor, [BV]),)
     outs = norm_and_gate(outs, gates, norm_weight, norm_weight, hv, BV, GATE, traits)
     for i in tl.static_range(TILES):
