@@ -9,29 +9,33 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.element.step_tensors import finish, rows_equally_apart, step_tensors
 from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
-# Of a program. A step of 64 rows of Rodimus, K = 64 and V = 4096, on an H200 takes 77.8 us; 88.5 with twice the states
-# and 110.5 with four times.
+# Of a program: with K = 64 a thread has 64 registers, so that four programs share an SM. A form of 78 registers, which
+# moved the states through shared memory, took 77.8 us for a step of 64 rows of Rodimus, K = 64 and V = 4096, on an
+# H200; 88.5 with twice the states and 110.5 with four times.
 _STATES, _WARPS = 4096, 8
 _COLUMNS = 128
 MAX_KEYS, MAX_RANK = 256, 128
-_OF_TOKEN = ("q", "low", "gate")  # columns of one tensor: their rows may be apart
+_MAPPED = ("q", "k", "g", "tau", "low")  # columns of one tensor: their rows may be apart
 
 
 class TemperedCall(NamedTuple):
     """The operator's arguments: tensors as of `tempered_step_kernel`; states [B, 1, K, V]."""
 
     q: Tensor
+    k: Tensor
+    g: Tensor
+    tau: Tensor
     low: Tensor
     gate: Tensor
-    k: Tensor
-    log_decay: Tensor
+    g_bias: Tensor
+    tau_bias: Tensor
     streams: Tensor
     weight: Tensor
     bias: Tensor
@@ -54,12 +58,13 @@ def _step(*arguments: Any) -> Tensor:
     call, o = TemperedCall(*arguments), _fake(*arguments)
     B, _, K, V = call.states.shape
     R, BK = call.weight.shape[1], power_of_two(K)
-    tensors = step_tensors(call, _OF_TOKEN, ("states",)) | {"o": o}
+    tensors = step_tensors(call, (*_MAPPED, "gate"), ("states",)) | {"o": o}
+    rows_equally_apart(tensors, _MAPPED)
     overlap = overlaps(call.q)
     BV = min(_COLUMNS, power_of_two(V), max(16, _STATES // BK))
     traits = TemperedTraits(
-        Q=tensors["q"].stride(0), LOW=tensors["low"].stride(0), GATE_STRIDE=tensors["gate"].stride(0), K=K, V=V, R=R,
-        BK=BK, BR=power_of_two(R), BV=BV, GATE=call.activation, OVERLAP=overlap,
+        MAPPED=tensors["q"].stride(0), GATE_STRIDE=tensors["gate"].stride(0), K=K, V=V, R=R, BK=BK, BR=power_of_two(R),
+        BV=BV, GATE=call.activation, OVERLAP=overlap,
     )  # fmt: skip
     with torch.cuda.device_of(call.q):
         options = Options(limit_warps(_WARPS, BK * BV), overlap=overlap)

@@ -109,12 +109,10 @@ class TemperedProjection(nn.Module, Stateful, MapsInput, TokenStep):
         products = apply_maps(x, {"c": self.to_u, "gate": gate.proj}, call.norm, convolution)
         streams = torch.stack([products["c"][:, 0], history[:, -1]], 1)  # the token's u is the last input
         q, k, g, tau, low = products_of_some(streams, [linear.weight for linear in linears], (0, 0, 0, 0, 1))
-        biased = [y.to(state_dtype(y.dtype)) + layer.bias for y, layer in ((g, self.to_g), (tau, self.to_tau))]
-        k, log_decay = _strengths(k, *biased)
         o = tempered_step_(
             TemperedCall(
-                q, low, products["gate"][:, 0], k, log_decay, streams, up.weight, up.bias, skip.D,
-                call.states["update"], gate.activation, update.spec.scale_of(K),
+                q, k, g, tau, low, products["gate"][:, 0], self.to_g.bias, self.to_tau.bias, streams, up.weight,
+                up.bias, skip.D, call.states["update"], gate.activation, update.spec.scale_of(K),
             )
         )  # fmt: skip
         return TokenOutput(o[:, None], norm=norm.norm_of_all())
