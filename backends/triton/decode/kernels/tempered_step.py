@@ -74,6 +74,7 @@ def tempered_step_kernel(
     in_state = in_k[:, None] & in_v[None, :]
     at = states + i[:, None] * V + vs[None, :]
     S = tl.load(at, mask=in_state, other=0.0)
+    tl.debug_barrier()  # here and below, else ptxas issues loads after others have ended
     of_row = row * traits.MAPPED + i
     query = tl.load(q + of_row, mask=in_k, other=0.0).to(tl.float32)
     key = tl.load(k + of_row, mask=in_k, other=0.0).to(tl.float32)
@@ -81,18 +82,20 @@ def tempered_step_kernel(
     raw_g += tl.load(g_bias + i, mask=in_k, other=0.0).to(tl.float32)
     raw_tau = tl.load(tau + of_row, mask=in_k, other=0.0).to(tl.float32)
     raw_tau += tl.load(tau_bias + i, mask=in_k, other=0.0).to(tl.float32)
-    key, decay = strengths_of(key, raw_g, raw_tau)
     j = tl.arange(0, traits.BR)
     in_r = j < R
     rank = tl.load(low + row * traits.MAPPED + j, mask=in_r, other=0.0).to(tl.float32)
     # summed over columns: over rows, Triton would keep the states in the layout of these weights, and move them to it
     up = tl.load(weight + vs[:, None] * R + j[None, :], mask=in_v[:, None] & in_r[None, :], other=0.0).to(tl.float32)
-    raw = tl.sum(up * rank[None, :], 1) + tl.load(bias + vs, mask=in_v, other=0.0).to(tl.float32)
-    value = tl.sigmoid(raw) * tl.load(streams + (2 * row + 1) * V + vs, mask=in_v, other=0.0).to(tl.float32)
+    raw = tl.load(bias + vs, mask=in_v, other=0.0).to(tl.float32)
+    convolved = tl.load(streams + 2 * row * V + vs, mask=in_v, other=0.0).to(tl.float32)
+    before = tl.load(streams + (2 * row + 1) * V + vs, mask=in_v, other=0.0).to(tl.float32)
+    raw_gate = tl.load(gate + row * traits.GATE_STRIDE + vs, mask=in_v, other=0.0).to(tl.float32)
+    bypass = tl.load(skip + vs, mask=in_v, other=0.0).to(tl.float32) * convolved
+    tl.debug_barrier()
+    key, decay = strengths_of(key, raw_g, raw_tau)
+    value = tl.sigmoid(raw + tl.sum(up * rank[None, :], 1)) * before
     S = decay[:, None] * S + key[:, None] * value[None, :]
     tl.store(at, S, mask=in_state)
-    out = scale * tl.sum(S * query[:, None], 0)
-    convolved = tl.load(streams + 2 * row * V + vs, mask=in_v, other=0.0).to(tl.float32)
-    out += tl.load(skip + vs, mask=in_v, other=0.0).to(tl.float32) * convolved
-    raw_gate = tl.load(gate + row * traits.GATE_STRIDE + vs, mask=in_v, other=0.0).to(tl.float32)
-    tl.store(o + row * V + vs, (out * activate(raw_gate, GATE)).to(o.dtype.element_ty), mask=in_v)
+    out = (scale * tl.sum(S * query[:, None], 0) + bypass) * activate(raw_gate, GATE)
+    tl.store(o + row * V + vs, out.to(o.dtype.element_ty), mask=in_v)
