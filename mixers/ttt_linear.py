@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.fast_weights.ttt_linear import ttt_linear
 from deltazoo.backends.ops.fast_weights.ttt_linear_chunks import TTTOperands
+from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain
+from deltazoo.backends.triton.conv.op import too_many_taps
+from deltazoo.backends.triton.fast_weights.token_op import MAX_WIDTH, TTTTokenCall, ttt_token_
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype
-from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
+from deltazoo.mixers.core.decode_maps import apply_maps, apply_output, apply_to_input, is_step
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
-from deltazoo.mixers.parts.convolution import ShortConv
+from deltazoo.mixers.parts.convolution import ShortConv, is_plain_step
 from deltazoo.mixers.parts.rotary import apply_rotary, rotation_at
 
 EPS = 1e-6
@@ -94,7 +98,10 @@ class TTTLinearMixer(FastWeightMixer):
         return [(H, E, E)] * 2 + [(H, E)] * 2
 
     def mix(self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context) -> Tensor:
-        mapped = apply_to_input(x, {"qk_v": self.to_qk_v, "rate": self.to_rate, "gate": self.to_gate}, state)
+        decoded = self.decode_token_(x, state, new, context)
+        if decoded is not None:
+            return apply_output(decoded, self.out)
+        mapped = apply_to_input(x, self.input_maps(), state)
         qk, v = mapped["qk_v"].chunk(2, -1)
         q, k = self.apply_filter("conv", torch.cat([qk, qk], -1), state, new, context).chunk(2, -1)
         place = positions(x, self.token_count(state), context._replace(positions=None)) % self.batch
@@ -116,6 +123,35 @@ class TTTLinearMixer(FastWeightMixer):
         self.store_model(model, x, state, new, context)
         y = self.norm(share.gather(o).flatten(2).to(dtype)).to(x.dtype)
         return apply_output(y * nn.functional.gelu(mapped["gate"], approximate="tanh"), self.out)
+
+    def input_maps(self) -> dict[str, nn.Module]:
+        return {"qk_v": self.to_qk_v, "rate": self.to_rate, "gate": self.to_gate}
+
+    def decode_token_(
+        self, x: Tensor, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> Tensor | None:
+        """Decode a token per row up to the output map. Return None, with the state as it was, if the kernels cannot."""
+        conv, norm = self.filters["conv"], self.norm
+        if not is_step(x, state) or kernel_refusals(x) or not is_plain_step(context) or self.head_width > MAX_WIDTH:
+            return None
+        if type(conv) is not ShortConv or type(norm) is not OutputNorm or not is_plain(conv) or not is_plain(norm):
+            return None
+        assert state is not None and conv.bias is not None
+        history = state["conv."]
+        if not holds_plain_weights(self) or history.dtype != x.dtype or too_many_taps(conv.weight.shape[1]):
+            return None
+        mapped = {name: y[:, 0] for name, y in apply_maps(x, self.input_maps()).items()}
+        new.update(state)
+        qk, v = mapped["qk_v"].chunk(2, 1)
+        W, G, b, g = self.stored_model(state, context, torch.float32)
+        y = ttt_token_(
+            TTTTokenCall(
+                qk, v, mapped["rate"], mapped["gate"], conv.weight, conv.bias, history, state["seen"], self.place_rate,
+                self.gain, self.bias, self.W, self.b, W, G, b, g, norm.weight, norm.bias, self.rate / self.head_width,
+                self.theta, norm.eps,
+            )
+        )  # fmt: skip
+        return y[:, None]
 
 
 class OutputNorm(nn.LayerNorm):

@@ -325,7 +325,7 @@ def schema(call: type[tuple[Any, ...]], *mutated: str) -> str:
             parameters.append(f"{names[hint]} {name}")
         else:
             optional = "?" if type(None) in get_args(hint) else ""
-            alias = f"({'abc'[mutated.index(name)]}!)" if name in mutated else ""
+            alias = f"({'abcdef'[mutated.index(name)]}!)" if name in mutated else ""
             parameters.append(f"Tensor{alias}{optional} {name}")
     return ", ".join(parameters)
 

@@ -39,6 +39,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "rwkv7": ("rwkv_low_rank_kernel", "rwkv_step_kernel"),
     "s4d": ("complex_step_kernel",),
     "s5": ("rotating_step_kernel",),
+    "ttt_linear": ("ttt_token_kernel", "ttt_output_kernel"),
 }
 IN_16_BITS = {"latent_attention_kernel": "latent_attention_sm90_kernel"}
 ALL = {kernel for kernels in KERNELS.values() for kernel in kernels} | {*IN_16_BITS.values()}

@@ -42,6 +42,21 @@ def norm_of_row(z, E: tl.constexpr, BLOCK: tl.constexpr):
     return centred * inverse, inverse
 
 
+@triton.jit
+def step_model(
+    W_tile, G_tile, b_row, g_row, q_row, k_row, v_row, eta, p, gain_row, bias_row, E: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return G and g with the step of a token, and o. Args: W_tile, b_row: the model at the start of its mini-batch."""
+    Zh, inverse = norm_of_row(tl.sum(W_tile * k_row[:, None], 0) + b_row, E, BLOCK)
+    U = gain_row * (gain_row * Zh + bias_row - v_row + k_row)
+    D = U - tl.sum(U, 0) / E - Zh * (tl.sum(U * Zh, 0) / E)
+    D = tl.where(tl.arange(0, BLOCK) < E, eta * inverse * D, 0.0)
+    G_tile += k_row[:, None] * D[None, :]
+    g_row += D
+    R = tl.sum((W_tile - p * G_tile) * q_row[:, None], 0) + b_row - p * g_row
+    return G_tile, g_row, q_row + gain_row * norm_of_row(R, E, BLOCK)[0] + bias_row
+
+
 @triton.jit(do_not_specialize=["rows", "v_stride"])
 def ttt_linear_step_kernel(
     q, k, v, eta, rate, gain, bias, first_W, first_b, W, G, b, g, spans, o, rows, v_stride, traits: tl.constexpr
@@ -77,16 +92,11 @@ def ttt_linear_step_kernel(
     if begins | fresh:
         store_matrix(W, W_tile, index, E, E, BLOCK, BLOCK)
         store_vector(b, b_row, index, E, BLOCK)
-    Zh, inverse = norm_of_row(tl.sum(W_tile * k_row[:, None], 0) + b_row, E, BLOCK)
-    U = gain_row * (gain_row * Zh + bias_row - v_row + k_row)
-    D = U - tl.sum(U, 0) / E - Zh * (tl.sum(U * Zh, 0) / E)
-    D = tl.where(tl.arange(0, BLOCK) < E, eta_value * inverse * D, 0.0)
-    G_tile += k_row[:, None] * D[None, :]
-    g_row += D
+    G_tile, g_row, o_row = step_model(
+        W_tile, G_tile, b_row, g_row, q_row, k_row, v_row, eta_value, p, gain_row, bias_row, E, BLOCK
+    )
     store_matrix(G, G_tile, index, E, E, BLOCK, BLOCK)
     store_vector(g, g_row, index, E, BLOCK)
-    R = tl.sum((W_tile - p * G_tile) * q_row[:, None], 0) + b_row - p * g_row
-    o_row = q_row + gain_row * norm_of_row(R, E, BLOCK)[0] + bias_row
     store_output(o, tl.where(has_token, o_row, 0.0), start, rows, h, H, E, BLOCK)
 
 
