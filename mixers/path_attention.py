@@ -32,7 +32,7 @@ from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import projection
-from deltazoo.mixers.core.sequences import segment_cumsum, token_counts, unpack
+from deltazoo.mixers.core.sequences import segment_cumsum, unpack
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.families.attention_heads import AttentionHeadsConfig
 from deltazoo.mixers.families.filter import FilterConfig
@@ -96,15 +96,15 @@ class PathAttention(AttentionHeadsConfig, FilterConfig):
 class Operands(NamedTuple):
     """Operands of the attention.
 
-    q: [B, T, H, E]; k, v, w: [B, T, G, E]; beta: [B, T, G] and log_forget: [B, T, H], float32 (float64 in float64).
-    log_forget is None without a forget gate.
+    q: [B, T, H, E]; k, v, w: [B, T, G, E]; logit: [B, T, G], with beta = 2 sigmoid(logit); log_forget: [B, T, H],
+    float32 (float64 in float64), None without a forget gate.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     w: Tensor
-    beta: Tensor
+    logit: Tensor
     log_forget: Tensor | None
 
 
@@ -191,13 +191,15 @@ class PathAttentionMixer(TokenCacheMixer):
     def _attend_all(
         self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> Tensor:
-        if state is not None and (context.cu_seqlens is not None or self._decode_refusals(operands.q)):
+        if state is not None:
+            if self._decodes_by_kernel(operands, context):
+                return self._decode_by_kernel(operands, state, new, context)
             state = self._settled(state, new)
         if state is None and runs_by_kernel(KERNEL, refusals(operands.q, operands.v)):
             return self._attend_by_kernels(operands, context)
         if state is not None and self._prefills_by_kernels(operands, context):
             return self._prefill_by_kernels(operands, state, new, context)
-        wide = self._with_gates(operands, state, new, context)
+        wide = self._widened(operands, state, new, context)
         if state is None:
             return self._attend(wide, context)
         if context.cu_seqlens is None:
@@ -211,15 +213,18 @@ class PathAttentionMixer(TokenCacheMixer):
         mapped = apply_to_input(x, {"qkv": self.to_qkv, "w": self.to_w, "beta": self.to_beta}, state)
         q, k, v = (torch.unflatten(y, -1, (-1, E)) for y in mapped["qkv"].split(self.sizes, -1))
         w = torch.unflatten(self.apply_filter("conv", mapped["w"], state, new, context), -1, (-1, E))
-        beta = 2 * mapped["beta"].to(state_dtype(x.dtype)).sigmoid()
-        if context.mask is not None:  # H = I at padded tokens
-            beta = beta * context.mask[..., None]
         log_forget = None if self.forget is None else self.forget(x, context)
-        return Operands(self.q_norm(q), self.k_norm(k), v, w, beta, log_forget)
+        return Operands(self.q_norm(q), self.k_norm(k), v, w, mapped["beta"], log_forget)
+
+    def _beta(self, logit: Tensor, context: Context) -> Tensor:
+        """Return beta [B, T, G], in float32 (float64 in float64)."""
+        beta = 2 * logit.to(state_dtype(logit.dtype)).sigmoid()
+        return beta if context.mask is None else beta * context.mask[..., None]  # H = I at padded tokens
 
     def _inputs(self, operands: Operands, context: Context) -> PathInputs:
         """Return the operands of the kernels."""
-        q, k, v, w, beta, log_forget = operands
+        q, k, v, w, logit, log_forget = operands
+        beta = self._beta(logit, context)
         sums = None if log_forget is None else self.scale * segment_cumsum(log_forget, None, context)
         return PathInputs(q, k.to(q.dtype), v.to(q.dtype), w.to(q.dtype), beta, sums, context.cu_seqlens)
 
@@ -232,11 +237,20 @@ class PathAttentionMixer(TokenCacheMixer):
         without_gradients = ["it has no gradients with a cache."] if torch.is_grad_enabled() else []
         return runs_by_kernel(KERNEL, without_gradients or refusals(operands.q, operands.v))
 
-    def _decode_refusals(self, q: Tensor) -> list[str]:
-        """Return why the decode kernel does not run."""
-        if q.shape[1] > 1:
-            return ["it takes one token."]
-        return ["it has no gradients with a cache."] if torch.is_grad_enabled() else kernel_refusals(q)
+    def _decodes_by_kernel(self, operands: Operands, context: Context) -> bool:
+        if operands.q.shape[1] > 1 or context.cu_seqlens is not None:
+            return False
+        without_gradients = ["it has no gradients with a cache."] if torch.is_grad_enabled() else []
+        return runs_by_kernel("PaTH decode", without_gradients or kernel_refusals(operands.q))
+
+    def _decode_by_kernel(
+        self, operands: Operands, state: dict[str, Tensor], new: dict[str, Tensor], context: Context
+    ) -> Tensor:
+        q, k, v, w, logit, _ = self._with_channels(operands, state, new, context)
+        cache = PathCache(*(state[name] for name in PathCache._fields))
+        new.update(cache._asdict())
+        real = None if context.mask is None else context.mask[:, 0]
+        return path_decode_(PathToken(q, k, v, w, logit, real), cache, self.scale)
 
     def _settled(self, state: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state whose keys are multiplied by the matrices of all later tokens, and none is pending."""
@@ -269,18 +283,27 @@ class PathAttentionMixer(TokenCacheMixer):
         self.append({"k": keys, "v": operands.v}, state, new, operands.q, context)
         return o
 
-    def _with_gates(
+    def _with_channels(
+        self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
+    ) -> Operands:
+        """Append the channels of the forget gates to q, k and w, in the dtype of the gates."""
+        if operands.log_forget is None:
+            return operands
+        q, k, w = (y.to(operands.log_forget.dtype) for y in (operands.q, operands.k, operands.w))
+        before = None if state is None else state["log_forget"]
+        sums, after = accumulate(operands.log_forget, before, context)
+        if before is not None and after is not None:
+            new["log_forget"] = write_back(before, after)
+        q, k = with_gates(q, k, sums, 1.0)  # the scale multiplies log f too
+        return operands._replace(q=q, k=k, w=F.pad(w, (0, self.channels)))
+
+    def _widened(
         self, operands: Operands, state: dict[str, Tensor] | None, new: dict[str, Tensor], context: Context
     ) -> WideOperands:
-        q, k, v, w = (y.to(operands.beta.dtype) for y in operands[:4])
-        if operands.log_forget is not None:
-            before = None if state is None else state["log_forget"]
-            sums, after = accumulate(operands.log_forget, before, context)
-            if before is not None and after is not None:
-                new["log_forget"] = write_back(before, after)
-            q, k = with_gates(q, k, sums, 1.0)  # the scale multiplies log f too
-            w = F.pad(w, (0, self.channels))
-        return WideOperands(q, k, v, w, operands.beta)
+        beta = self._beta(operands.logit, context)
+        operands = self._with_channels(operands, state, new, context)
+        q, k, v, w = (y.to(beta.dtype) for y in operands[:4])
+        return WideOperands(q, k, v, w, beta)
 
     def _attend(self, operands: WideOperands, context: Context) -> Tensor:
         k, v = operands.k, operands.v
@@ -296,14 +319,6 @@ class PathAttentionMixer(TokenCacheMixer):
     ) -> Tensor:
         q, k, v, w, beta = operands
         (S, T), seen = (state["k"].shape[1], q.shape[1]), state["seen"]
-        if T == 1 and runs_by_kernel("PaTH decode", self._decode_refusals(q)):
-            real = None if context.mask is None else context.mask[:, 0]
-            cache = PathCache(*(state[name] for name in PathCache._fields))
-            o = path_decode_(PathToken(*operands, real), cache, self.scale)
-            count = token_counts(q, context)
-            pending = cache.pending.copy_((cache.pending + count) % cache.moves.shape[1])
-            new.update(cache._asdict() | {"pending": pending, "seen": seen.add_(count)})
-            return o
         if T == 1:
             position_BT = seen[:, None].clone()
             past = state["k"] - (state["k"] * w).sum(-1, keepdim=True) * (beta[..., None] * w)

@@ -30,6 +30,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mamba": ("selective_step_kernel",),
     "mla": ("latent_token_kernel", "latent_attention_kernel", "latent_output_kernel"),
     "mlstm": ("normalised_step_kernel",),
+    "path_attention": ("path_decode_kernel", "path_combine_kernel", "path_count_kernel"),
     "raven": ("routed_slots_step_kernel",),
     "rebased": ("normalised_step_kernel",),
     "rg_lru": ("rg_lru_step_kernel",),
@@ -76,6 +77,12 @@ def test_the_kernels_of_a_token_compile_for_many_rows_and_slots(name, rows, slot
 def test_other_rotary_widths_of_mla_compile(fields, kernel, monkeypatch):
     expected = ("latent_token_kernel", kernel, "latent_output_kernel")
     check_step("mla", 2048, 2, 576, torch.bfloat16, monkeypatch, fields, expected)
+
+
+@pytest.mark.parametrize("fields", [{}, {"heads": 16, "key_value_heads": 8, "forget_gate": True}])
+def test_path_attention_compiles_for_many_rows(fields, monkeypatch):
+    expected = ("path_decode_kernel", "path_count_kernel")
+    check_step("path_attention", 2048, 64, 576, torch.bfloat16, monkeypatch, fields, expected)
 
 
 @pytest.mark.parametrize("architecture", [80, 86, 90])

@@ -249,37 +249,40 @@ def test_prefill_continues_from_cached_keys(case):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("case", "splits", "most"),
+    ("case", "splits", "most", "dtype"),
     [
-        pytest.param(Case(3, 4, 4, 2, 12, 20), 4, 3, marks=pytest.mark.kernel_smoke),
-        (Case(2, 2, 1, 1, 16, 16), 1, 1),
-        (Case(2, 4, 3, 1, 24, 16), 2, 4),
+        pytest.param(Case(3, 5, 4, 2, 12, 20), 4, 3, torch.float32, marks=pytest.mark.kernel_smoke),
+        (Case(2, 2, 1, 1, 16, 16), 1, 1, torch.float32),
+        (Case(2, 4, 3, 1, 24, 16), 2, 4, torch.float32),
+        (Case(3, 7, 2, 2, 16, 24), 1, 2, torch.bfloat16),
     ],
 )
-def test_decoded_tokens_update_the_cache_in_place(case, splits, most, monkeypatch):
+def test_decoded_tokens_update_the_cache_in_place(case, splits, most, dtype, monkeypatch):
     """most: tokens whose matrices update the cached keys together. The third row has a token every other time."""
     monkeypatch.setattr(path_decode_op, "_MIN_SLOTS", 16)
     device = path_decode_op.device_spec(None if INTERPRETED else 0)
     device = device._replace(processors=splits * case.B * case.G)
     monkeypatch.setattr(path_decode_op, "device_spec", lambda _: device)
     monkeypatch.setattr(path_decode_op, "_PROGRAMS_PER_SM", 1)
-    x, _ = draw(case, torch.float32)
+    x, _ = draw(case, dtype)
     B, S, generator = case.B, 70, torch.Generator().manual_seed(2)
     k = torch.randn(B, S, case.G, case.D, generator=generator).to(DEVICE)
-    v = torch.randn(B, S, case.G, case.V, generator=generator).to(DEVICE)
+    v = torch.randn(B, S, case.G, case.V, generator=generator).to(x[2])
     seen = torch.tensor([S - case.T, 0, 5], device=DEVICE)[:B]
     before = k.clone(), v.clone(), seen.clone()
     pending = torch.zeros_like(seen)
     cache = PathCache(k, v, torch.zeros(B, most, case.G, 2, case.D, device=DEVICE), pending, seen)
-    steps = []
+    steps, counted, operands = [], seen.clone(), [*x[:4], torch.logit(x[4] / 2)]
     for t in range(case.T):
         real = torch.tensor([True, True, t % 2 == 1], device=DEVICE)[:B]
         with watch() as log:
-            steps.append(path_decode_(PathToken(*(y[:, t : t + 1].contiguous() for y in x), real), cache, SCALE))
-        assert log.kernels == {"path_decode_kernel": 1} | ({"path_combine_kernel": 1} if splits > 1 else {})
-        seen += real
-        pending.copy_((pending + real) % most)
+            steps.append(path_decode_(PathToken(*(y[:, t : t + 1] for y in operands), real), cache, SCALE))
+        launched = {"path_decode_kernel": 1, "path_count_kernel": 1}
+        assert log.kernels == launched | ({"path_combine_kernel": 1} if splits > 1 else {})
+        counted += real
+        assert torch.equal(seen, counted) and torch.equal(pending, (counted - before[2]) % most)
     o, settled = torch.cat(steps, 1), settled_keys(cache)
+    assert o.isfinite().all()  # also where there is no token
     assert most > 1 or torch.equal(settled, k)
     for b in range(B):
         m, tokens = int(before[2][b]), slice(1 if b == 2 else 0, None, 2 if b == 2 else 1)
@@ -287,8 +290,8 @@ def test_decoded_tokens_update_the_cache_in_place(case, splits, most, monkeypatc
         past = Past(before[0][b, :m].double(), before[1][b, :m].double(), zero)
         expected, keys = attend([y[b, tokens].double() for y in x], past)
         n = len(keys)
-        assert n == int(seen[b])
-        assert error_of(o[b, tokens], expected) < 1e-5
+        assert n == int(seen[b]) and o.dtype == dtype
+        assert error_of(o[b, tokens], expected) < TOLERANCE[dtype] / 2
         assert error_of(settled[b, :n], keys) < 1e-6
         assert torch.equal(k[b, n:], before[0][b, n:])
         assert torch.equal(v[b, :m], before[1][b, :m])
@@ -313,10 +316,13 @@ def run_mixer(mixer: torch.nn.Module, x: Tensor, context: Context | None, rows: 
     results = [y.detach(), leaf.grad, *(parameter.grad.clone() for parameter in mixer.parameters())]
     with torch.no_grad():
         state = mixer.init_state(rows, 200)
-        token = (x[:1, :1].expand(rows, -1, -1).contiguous(), None)
-        for tokens, packing in [(x, context), *[token] * 4, (x, context), *[token] * 3]:
+        token, padding = x[:1, :1].expand(rows, -1, -1).contiguous(), None
+        if context is not None and context.mask is not None:
+            padding = Context(mask=context.mask[:, 12:13])
+        steps = [(x, context), *[(token, padding)] * 4, (x, context), *[(token, None)] * 3]
+        for tokens, packing in steps:
             y, state = mixer(tokens, state, packing)[:2]
-            results.append(y * mask[..., None] if packing is not None else y)
+            results.append(y if packing is None or packing.mask is None else y * packing.mask[..., None])
     in_use = (torch.arange(200, device=x.device) < state["seen"][:, None])[..., None, None]
     cache = PathCache(*(state[name] for name in PathCache._fields))
     return [*results, settled_keys(cache) * in_use, state["v"] * in_use]
@@ -346,6 +352,47 @@ def test_a_mixer_computes_the_same_with_and_without_the_kernels(name, layout, mo
         assert launched.items() <= log.kernels.items() if allowed else not log.kernels.keys() & launched
     for actual, expected in zip(*results, strict=True):
         assert error_of(actual, expected.double()) < 1e-5
+
+
+@needs_triton
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_decode_step_is_one_graph(name, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(mixer_module, "PENDING", 2)
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
+    torch.manual_seed(0)
+    mixer = MIXERS[name].build(32).to(DEVICE)
+    compiled = torch.compile(mixer, fullgraph=True, backend="eager")
+    states = [mixer.init_state(2, 8) for _ in range(2)]
+    for x in torch.randn(3, 2, 1, 32, device=DEVICE):
+        with watch() as log:
+            torch.testing.assert_close(mixer(x, states[0]).y, compiled(x, states[1]).y)
+        assert log.kernels["path_decode_kernel"] == log.kernels["path_count_kernel"] == 2
+    torch.testing.assert_close(dict(states[1]), dict(states[0]))
+    assert states[0]["seen"].tolist() == [3, 3] and states[0]["pending"].tolist() == [1, 1]
+
+
+@needs_triton
+@torch.no_grad()
+def test_a_packed_token_is_not_a_row(monkeypatch):
+    monkeypatch.setattr(limits, "elementwise_refusals", lambda *_: ())
+    mixer, x = MIXERS["default"].build(32).to(DEVICE), torch.randn(1, 1, 32, device=DEVICE)
+    pack = Context(cu_seqlens=torch.tensor([0, 0, 1], dtype=torch.int32, device=DEVICE))
+    state = mixer.init_state(2, 8)
+    torch.testing.assert_close(mixer(x, state, pack).y, mixer(x, mixer.init_state(1, 8)).y)
+    assert state["seen"].tolist() == [0, 1]
+
+
+@needs_triton
+def test_the_decode_operator_passes_opcheck():
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    x, _ = draw(Case(2, 1, 2, 1, 16, 24), torch.float32)
+    cache = [x[1].new_zeros(2, 20, 1, 16), x[1].new_zeros(2, 20, 1, 24), x[1].new_zeros(2, 3, 1, 2, 16)]
+    counts = [torch.tensor(y, device=DEVICE) for y in ([2, 0], [5, 3])]
+    torch.library.opcheck(
+        torch.ops.deltazoo.triton_path_decode.default, (*x, None, *cache, *counts, SCALE), test_utils=tests
+    )
 
 
 @needs_triton

@@ -8,30 +8,34 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltazoo.backends.torch_ext.custom_op import mark_written, operator
-from deltazoo.backends.triton.problem import device_spec
+from deltazoo.backends.torch_ext.custom_op import operator
+from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.problem import device_spec, overlaps
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
 _PROGRAMS_PER_SM = 4
-_OPTIONS, _STAGES = Options(4), 4
+_WARPS, _STAGES = 4, 4  # of a program; of its pipeline, which holds one tile less
+_PREFETCHED = 3  # tiles of a program that are prefetched before the kernel waits
 _MIN_SLOTS = 128  # of a program
 _NUMBERS = 8192  # of the products of a tile of keys with all query heads, of which at least 4 count
+_MIN_TILE = 16  # slots, at least those of the pending tokens
+_COUNTED = 128  # rows of a program that counts tokens
 
 
 class PathToken(NamedTuple):
     """One token of each row.
 
-    q: [B, 1, H, D]; k, w: [B, 1, G, D]; v: [B, 1, G, V]; beta: [B, 1, G]; real: [B] bool, whether there is a token;
-    None: there is.
+    q: [B, 1, H, D]; k, w: [B, 1, G, D]; v: [B, 1, G, V]; logit: [B, 1, G], with beta = 2 sigmoid(logit); their rows
+    may be apart. real: [B] bool, whether there is a token; None: there is.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     w: Tensor
-    beta: Tensor
+    logit: Tensor
     real: Tensor | None
 
 
@@ -40,7 +44,7 @@ class PathCache(NamedTuple):
 
     Args:
         k: [B, S, G, D], multiplied by the matrices of all later tokens that are not pending. v: [B, S, G, V].
-        moves: [B, C, G, 2, D] float32, w and beta w of the pending tokens, which are the last ones.
+        moves: [B, C, G, 2, D] float32, w and beta w of the pending tokens, which are the last ones; C <= 16.
         pending: [B] int64, their number, below C. seen: [B] int64, the slots in use.
     """
 
@@ -54,8 +58,8 @@ class PathCache(NamedTuple):
 def path_decode_(x: PathToken, cache: PathCache, scale: float) -> Tensor:
     """Append the token to the cache in place, and attend. No gradients.
 
-    The token's matrix is then pending, or with C of them all keys have been multiplied. `pending` and `seen` do not
-    change.
+    The token's matrix is then pending, or with C of them all keys have been multiplied. Counts the token in `pending`
+    and `seen`, too.
 
     Returns: [B, 1, H, V], in the dtype of v.
     """
@@ -80,48 +84,72 @@ def settled_keys(cache: PathCache) -> Tensor:
     return k - torch.einsum("bgsc,bcgd->bsgd", a, erase)
 
 
+class _Call(NamedTuple):
+    """The operator's arguments: those of `PathToken` and `PathCache`, and the factor of the scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor
+    logit: Tensor
+    real: Tensor | None
+    cache_k: Tensor
+    cache_v: Tensor
+    moves: Tensor
+    pending: Tensor
+    seen: Tensor
+    scale: float
+
+
+_ROWS = ("q", "k", "v", "w", "logit")
+_IN_PLACE = ("cache_k", "cache_v", "moves", "pending", "seen")
+
+
 def _decode(*arguments: Any) -> Tensor:
     from deltazoo.backends.triton.attention.kernels.path_decode import (
         DecodeTraits,
         path_combine_kernel,
+        path_count_kernel,
         path_decode_kernel,
     )
     from deltazoo.backends.triton.runtime.launcher import launcher
 
-    x = PathToken(*arguments[: len(PathToken._fields)])
-    cache, scale = PathCache(*arguments[len(x) : -1]), arguments[-1]
-    (B, _, H, D), (G, V), S = x.q.shape, x.v.shape[2:], cache.k.shape[1]
-    keys, values, moves = cache.k.contiguous(), cache.v.contiguous(), cache.moves.contiguous()
-    o = x.v.new_empty(B, 1, H, V)
+    call, o = _Call(*arguments), _decode_fake(*arguments)
+    (B, _, H, D), (G, V), (S, C) = call.q.shape, call.v.shape[2:], (call.cache_k.shape[1], call.moves.shape[1])
     BR, BD, BV = power_of_two(H // G), max(16, power_of_two(D)), max(16, power_of_two(V))
-    BS = max(16, min(64, _NUMBERS // (max(4, BR) * max(BD, BV))))
-    processors = device_spec(device_of(x.q).index).processors
+    BS = max(_MIN_TILE, min(64, _NUMBERS // (max(4, BR) * max(BD, BV))))
+    assert C <= _MIN_TILE
+    processors = device_spec(device_of(call.q).index).processors
     splits = power_of_two(max(1, min(_PROGRAMS_PER_SM * processors // max(B * G, 1), cdiv(S, _MIN_SLOTS))))
     partial = None if splits == 1 else o.new_empty(B, H, splits, V + 2, dtype=torch.float32)
-    names = x._asdict() | {"seen": cache.seen, "pending": cache.pending}
-    tensors = {name: None if y is None else y.contiguous() for name, y in names.items()}
-    tensors |= {"cache_k": keys, "cache_v": values, "moves": moves, "o": o, "partial": partial}
-    traits = DecodeTraits(H, G, D, V, BR, BD, BV, BS, moves.shape[1], _STAGES, scale)
-    with torch.cuda.device_of(x.q):
-        run = launcher(path_decode_kernel, tensors, {"traits": traits}, _OPTIONS)
-        run(B * G * splits, {"S": S, "splits": splits})
+    call = call._replace(**{name: getattr(call, name).flatten(1) for name in _ROWS})
+    tensors = step_tensors(call, _ROWS, _IN_PLACE) | {"o": o, "partial": partial}
+    Q, K, VALUES, W, LOGIT = (tensors[name].stride(0) for name in _ROWS)
+    overlap = overlaps(call.q)
+    traits = DecodeTraits(
+        H, G, D, V, BR, BD, BV, BS, C, _STAGES, _PREFETCHED, Q, K, VALUES, W, LOGIT, call.scale, overlap
+    )
+    with torch.cuda.device_of(call.q):
+        options = Options(_WARPS, overlap=overlap)
+        launcher(path_decode_kernel, tensors, {"traits": traits}, options)(B * G * splits, {"S": S, "splits": splits})
         if partial is not None:
-            constants = {"V": V, "BV": BV, "MOST": splits}
-            run = launcher(path_combine_kernel, {"partial": partial, "o": o}, constants, Options(4))
-            run(B * H, {"splits": splits})
-    for given, written in ((cache.k, keys), (cache.v, values), (cache.moves, moves)):
-        mark_written(given, written)
+            constants = {"V": V, "BV": BV, "MOST": splits, "OVERLAP": overlap}
+            launcher(path_combine_kernel, tensors, constants, options)(B * H, {"splits": splits})
+        constants = {"C": C, "ROWS": _COUNTED, "OVERLAP": overlap}
+        launcher(path_count_kernel, tensors, constants, options)(cdiv(B, _COUNTED), {"B": B})
+    finish(call, tensors, _IN_PLACE)
     return o
 
 
-def _decode_fake(*arguments: Tensor) -> Tensor:
+def _decode_fake(*arguments: Any) -> Tensor:
     q, v = arguments[0], arguments[2]
     return v.new_empty(q.shape[0], 1, q.shape[2], v.shape[-1])
 
 
 _decode_op = operator(
-    "triton_path_decode(Tensor q, Tensor k, Tensor v, Tensor w, Tensor beta, Tensor? real, Tensor(a!) cache_k,"
-    " Tensor(b!) cache_v, Tensor(c!) moves, Tensor pending, Tensor seen, float scale) -> Tensor",
+    "triton_path_decode(Tensor q, Tensor k, Tensor v, Tensor w, Tensor logit, Tensor? real, Tensor(a!) cache_k,"
+    " Tensor(b!) cache_v, Tensor(c!) moves, Tensor(d!) pending, Tensor(e!) seen, float scale) -> Tensor",
     _decode,
     compiled_ahead(_decode, _decode_fake),
+    any_layout=True,
 )
