@@ -9,6 +9,7 @@ from triton_cases import DEVICE, needs_triton
 from deltazoo import watch
 from deltazoo.backends.ops import gemv
 from deltazoo.backends.ops.rms_norm import rms_norm
+from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers import (
     H3,
     HGRN,
@@ -26,6 +27,8 @@ from deltazoo.mixers import (
     LonghornDiagonal,
     Mamba,
     MixerConfig,
+    PreconditionedDeltaNet,
+    PreconditionedKDA,
     Raven,
     ReBased,
     Rodimus,
@@ -33,6 +36,7 @@ from deltazoo.mixers import (
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.parts.feature_maps import FeatureMap
+from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.ssm import diagonal_ssm
 from deltazoo.mixers.parts.ssm.diagonal_ssm import DiagonalSSM
 
@@ -58,6 +62,28 @@ MIXERS: dict[str, tuple[MixerConfig, str]] = {
     "rebased": (ReBased(heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
     "abc": (ABCAttention(heads=2, key_width=5, value_width=6, slots=3), "softmax_slots_step_kernel"),
     "rodimus": (Rodimus(key_width=5, expand=1, gate_rank=3), "tempered_step_kernel"),
+    "preconditioned_deltanet": (
+        PreconditionedDeltaNet(heads=2, key_width=6, value_width=5),
+        "preconditioned_operands_kernel",
+    ),
+    "preconditioned_deltanet without a convolution": (
+        PreconditionedDeltaNet(
+            heads=2, key_width=6, value_width=5, conv_width=0, gate=False, negative_eigenvalues="both"
+        ),
+        "preconditioned_operands_kernel",
+    ),
+    "preconditioned_kda": (
+        PreconditionedKDA(
+            heads=1,
+            value_heads=2,
+            key_width=6,
+            value_width=5,
+            decay_bound=-5.0,
+            preconditioner_per="key",
+            beta_per="value",
+        ),
+        "preconditioned_operands_kernel",
+    ),
     "mlstm": (MLSTM(heads=1, value_heads=2, key_width=6, value_width=5), "normalised_step_kernel"),
 }
 OTHERS: dict[str, MixerConfig] = {
@@ -71,6 +97,9 @@ OTHERS: dict[str, MixerConfig] = {
     "raven": Raven(heads=2, key_width=8, slots=6, active=3, gate=True),
     "raven with shared keys": Raven(heads=2, key_width=8, slots=6, active=3, feature="relu"),
     "rodimus": Rodimus(key_width=5, expand=1, conv_width=1),
+    "preconditioned_kda": PreconditionedKDA(heads=1, value_heads=2, key_width=6, value_width=5, beta_per="value"),
+    "preconditioned_deltanet": PreconditionedDeltaNet(heads=2, key_width=6, value_width=5, conv_width=1),
+    "preconditioned_deltanet without a convolution": PreconditionedDeltaNet(heads=1, key_width=6, value_width=520),
 }
 
 
@@ -124,6 +153,7 @@ def test_a_step_by_one_kernel_equals_one_by_parts(name, monkeypatch):
         "abc",
         "rodimus",
         "rwkv6",
+        "preconditioned_kda",
         "lru",
         "rwkv4",
     ],
@@ -231,6 +261,26 @@ def test_maps_that_are_not_plain_are_called(name, monkeypatch):
                 patch.setattr(gemv, "kernel_refusals", lambda *_: [])
                 torch.testing.assert_close(step(mixer)[0], separate, rtol=1e-4, atol=1e-5)
             setattr(mixer.get_submodule(parent), child, linear)
+
+
+class HalvedBeta(Beta):
+    """A beta of at most 1 / 2."""
+
+    def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
+        inputs = super().prepare(raw, inputs)
+        return inputs._replace(beta=inputs.beta / 2)
+
+
+@needs_triton
+def test_other_gates_of_a_preconditioner_are_called(monkeypatch):
+    config, kernel = MIXERS["preconditioned_deltanet"]
+    mixer = build(config)
+    mixer.operands["preconditioner"].beta.__class__ = HalvedBeta
+    separate = step(mixer)[0]
+    monkeypatch.setattr(gemv, "kernel_refusals", lambda *_: [])
+    y, kernels = step(mixer)
+    assert kernel not in kernels
+    torch.testing.assert_close(y, separate, rtol=1e-4, atol=1e-5)
 
 
 class Mode(TorchFunctionMode):

@@ -31,6 +31,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mla": ("latent_token_kernel", "latent_attention_kernel", "latent_output_kernel"),
     "mlstm": ("normalised_step_kernel",),
     "path_attention": ("path_decode_kernel", "path_combine_kernel", "path_count_kernel"),
+    "preconditioned_deltanet": ("preconditioned_operands_kernel", "decode_kernel", "finish_step_kernel"),
+    "preconditioned_kda": ("preconditioned_operands_kernel", "decode_kernel", "finish_step_kernel"),
     "raven": ("routed_slots_step_kernel",),
     "rebased": ("normalised_step_kernel",),
     "rg_lru": ("rg_lru_step_kernel",),
@@ -106,7 +108,8 @@ def test_tiles_of_selective_steps_fit_the_shared_memory(C, N, R, dtype, architec
 
 def check_step(name, width, rows, slots, dtype, monkeypatch, fields=None, kernels=()):
     compiler = Compiler(all=True)
-    monkeypatch.setattr("deltazoo.backends.triton.runtime.launcher.launcher", compiler)
+    for module in ("runtime.launcher", "decode.launch"):
+        monkeypatch.setattr(f"deltazoo.backends.triton.{module}.launcher", compiler)
     with torch.device("meta"):
         mixer = parse({"mixer": name, **(fields or {})}).build(width).to(dtype)
         x = torch.empty(rows, 1, width, dtype=dtype)

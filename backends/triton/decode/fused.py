@@ -33,6 +33,7 @@ _SPLIT_TILE, _SPLIT_WARPS, _SPLIT_TILES, _FINISH_WARPS = 32, 4, 1, 4
 # gated-deltanet-1.3b on an H200 take 120 us in place of 50. Each layer waits for the code, of which there is more.
 _CONVOLVE_WARPS, _CONVOLVED = 2, 128
 _WIDE_VALUES = 256  # from which a program with all columns of a head leaves most of a device idle
+ROW_STRIDED = ("qkv", "beta", "decay", "gate", "erase", "write")  # slices of one projection: their rows may be apart
 _USUAL_PROCESSORS = 132  # of an H100 and an H200
 _MAX_UNROLLED = 16  # micro-steps times tiles: the kernel unrolls both loops, and compiles for seconds beyond that
 
@@ -167,18 +168,7 @@ def begin_fused_step(
 
 def _fused_impl(*arguments: Any) -> Tensor:
     inputs, states, slots, options, config = _named(arguments)
-    row_strided = (
-        "qkv",
-        "beta",
-        "decay",
-        "gate",
-        "erase",
-        "write",
-    )  # slices of one projection: their rows may be apart
-    x = FusedDecodeInputs(**{
-        name: t if t is None or (name in row_strided and t.stride(2) == 1) else t.contiguous()
-        for name, t in inputs._asdict().items()
-    })  # fmt: skip
+    x = strided_rows(inputs)
     pool = states.contiguous()
     o = x.qkv.new_empty(x.qkv.shape[0], 1, states.shape[1], states.shape[3])
     with torch.cuda.device_of(x.qkv):
@@ -187,6 +177,14 @@ def _fused_impl(*arguments: Any) -> Tensor:
     if inputs.history is not None and x.history is not None:
         mark_written(inputs.history, x.history)
     return o
+
+
+def strided_rows(inputs: FusedDecodeInputs) -> FusedDecodeInputs:
+    """Make the operands contiguous; the rows of those that are slices of one projection may be apart."""
+    return FusedDecodeInputs(**{
+        name: t if t is None or (name in ROW_STRIDED and t.stride(2) == 1) else t.contiguous()
+        for name, t in inputs._asdict().items()
+    })  # fmt: skip
 
 
 def _named(arguments: tuple[Any, ...]) -> tuple[FusedDecodeInputs, Tensor, Tensor | None, StepOptions, str]:

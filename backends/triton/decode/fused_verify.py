@@ -12,7 +12,7 @@ from deltazoo.backends.io.errors import OperandError
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.decode import fused
-from deltazoo.backends.triton.decode.fused import INPUTS, OPTIONS, StepOptions, StepTiling, step_traits
+from deltazoo.backends.triton.decode.fused import INPUTS, OPTIONS, ROW_STRIDED, StepOptions, StepTiling, step_traits
 from deltazoo.backends.triton.decode.operands import StepKind, StepOperands, resolve_decode
 from deltazoo.backends.triton.problem import overlaps
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
@@ -20,7 +20,6 @@ from deltazoo.backends.triton.support import Options
 from deltazoo.backends.update.base import Draft, UpdateInputs
 
 _OPERAND_WARPS, _FINISH_WARPS = 4, 4
-_ROW_STRIDED = ("qkv", "beta", "decay", "gate", "erase", "write")  # slices of one projection: their rows may be apart
 
 
 def unsupported(step: FusedDecodeStep) -> list[str]:
@@ -69,7 +68,7 @@ def _impl(*arguments: Any) -> list[Tensor]:
 
     inputs, states, n, options = _named(arguments)
     (B, T, _), (HV, K, V) = inputs.qkv.shape, states.shape[1:]
-    by_token = {name: _by_token(x) for name in _ROW_STRIDED if (x := getattr(inputs, name)) is not None}
+    by_token = {name: _by_token(x) for name in ROW_STRIDED if (x := getattr(inputs, name)) is not None}
     others = {name: x.contiguous() for name, x in inputs._asdict().items() if x is not None and name not in by_token}
     x = FusedDecodeInputs(**by_token, **others)
     result = _empty(inputs, states, n, options)

@@ -19,12 +19,24 @@ from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 _VERIFY = Launch(tile=32, warps=2, stages=1)
 
 
-def step_(x: StepOperands, kind: StepKind, states: Tensor, slots: Tensor | None, launch: Launch) -> Tensor:
-    """Decode one token per row (T = 1); the states change in place. Returns o [B, 1, HV, V]."""
-    traits = _traits(x, slots, kind, launch)
-    o = x.v.new_empty(x.q.shape[0], 1, traits.HV, traits.V)
+def step_(
+    x: StepOperands,
+    kind: StepKind,
+    states: Tensor,
+    slots: Tensor | None,
+    launch: Launch,
+    dtype: torch.dtype | None = None,
+    overlap: bool = False,
+) -> Tensor:
+    """Decode one token per row (T = 1); the states change in place. Returns o [B, 1, HV, V].
+
+    Args: dtype: of o; None: that of v. overlap: as in `Options`; not with slots.
+    """
+    traits = _traits(x, slots, kind, launch)._replace(OVERLAP=overlap)
+    o = x.v.new_empty(x.q.shape[0], 1, traits.HV, traits.V, dtype=dtype)
     tensors = x._asdict() | {"states": states, "slots": slots, "o": o}
-    decode = launcher(decode_kernel, tensors, {"traits": traits}, _options(traits, launch))
+    options = _options(traits, launch)._replace(overlap=overlap)
+    decode = launcher(decode_kernel, tensors, {"traits": traits}, options)
     decode(_programs(x, traits), {"scale": kind.scale, "pool_rows": states.shape[0]})
     return o
 
@@ -77,7 +89,7 @@ def _traits(x: StepOperands, slots: Tensor | None, kind: StepKind, launch: Launc
         FIXED=x.log_decay is not None and x.log_decay.dim() < 3, DELTA=kind.delta, DPLR=x.a is not None,
         ERASE_KEY=x.e is not None, STRENGTH=_strength(x), ERASE_FACTOR=kind.erase_factor,
         WRITE_FACTOR=kind.write_factor, REPARAM=kind.reparam, ERASE_PREVIOUS=kind.erase_from == "previous",
-        READ_BEFORE=kind.read == "before", SLOTS=slots is not None,
+        READ_BEFORE=kind.read == "before", SLOTS=slots is not None, OVERLAP=False,
     )  # fmt: skip
 
 

@@ -9,24 +9,32 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.torch_ext.plain_module import is_plain
+from deltazoo.backends.triton.decode.fused import unsupported
+from deltazoo.backends.triton.decode.preconditioned_op import FactorKind, SecondMoment, preconditioned_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.decode_fusion import DecodeFusion
 from deltazoo.mixers.core.decode_maps import apply_maps, is_step
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.core.part import HeadShape, LinearPart, OperandPart, ResizesHeads, Stateful
+from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, OperandPart, ResizesHeads, Stateful
+from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
 from deltazoo.mixers.parts.gates.beta import Beta
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
+from deltazoo.mixers.parts.gates.output_gates import OutputGate
 from deltazoo.mixers.parts.gates.per_value_head import HeadKind
+from deltazoo.mixers.parts.norms import HeadNorm
+from deltazoo.mixers.parts.projections import QKVProjection
 
 SECOND_MOMENT = UpdateSpec(decay="head", transition="additive", beta="head", scale=1.0)
 EPS = 1e-6
 INITIAL_CENTER = -0.2
 
 
-class Preconditioner(OperandPart, ResizesHeads, Stateful):
+class Preconditioner(OperandPart, ResizesHeads, Stateful, TokenStep):
     """k_t <- k_t * M_t and e_t <- k_t, the erase key, with the second moment A of the keys in each channel:
 
         A_t = a_t A_(t-1) + beta_t k_t^2
@@ -37,6 +45,7 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful):
 
     Args:
         bound: the largest factor.
+        step_spec: the mixer's delta rule, for decode steps, with the written key as the erase key.
         rates: as for `SoftplusDecay`, of a.
         per: the heads that have an A: "key", or "value", for which q and k are repeated.
     State: A, [B, H or HV, 1, K].
@@ -46,8 +55,16 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful):
 
     splits: ClassVar[bool] = True
 
-    def __init__(self, shape: HeadShape, bound: float, rates: tuple[float, float], per: HeadKind = "key") -> None:
+    def __init__(
+        self,
+        shape: HeadShape,
+        bound: float,
+        step_spec: UpdateSpec,
+        rates: tuple[float, float],
+        per: HeadKind = "key",
+    ) -> None:
         super().__init__()
+        self.step_spec = step_spec
         self.bound, self.heads = bound, shape.heads if per == "key" else shape.value_heads
         per_head = HeadShape(shape.width, self.heads, self.heads, 1, shape.key_width)
         self.decay = SoftplusDecay(per_head, rates=rates)
@@ -84,6 +101,37 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful):
         r = torch.log(A + EPS) - self.center.to(A.dtype)[:, None]
         factor = torch.exp(-math.log(self.bound) * r / (1 + r.abs()))
         return inputs._replace(k=(k * factor).to(inputs.k.dtype), erase_key=inputs.k), new_state
+
+    def decode_token_(self, call: TokenCall) -> TokenOutput | None:
+        fusion = self._fuse(call)
+        parts = (self.decay, self.beta, self.update)
+        if tuple(map(type, parts)) != (SoftplusDecay, Beta, Update) or not all(map(is_plain, parts)) or fusion is None:
+            return None
+        maps = {"moment_decay": self.decay.proj, "moment_beta": self.beta.proj}
+        read = fusion.read_convolved(call.x, call.states.get("project"), call.norm, maps)
+        if read is None:
+            return None
+        decay, beta = (read.products[name] for name in maps)
+        moment = SecondMoment(decay, beta, self.decay.A_log, self.decay.dt_bias, self.center, call.state_of(self))
+        kind = FactorKind(math.log(self.bound), EPS)
+        o = preconditioned_step_(read.step, read.inputs, moment, kind, call.states["update"])
+        return TokenOutput(o.flatten(2))
+
+    def _fuse(self, call: TokenCall) -> DecodeFusion | None:
+        """Return the step of all parts but this one, as if it erased with the written key; None: it has no kernel."""
+        gates = (QKVProjection, Beta, SoftplusDecay, Preconditioner)
+        pairs, outputs = ((), (EraseAsPair,)), ((HeadNorm,), (HeadNorm, OutputGate))
+        if not any(call.has_parts(*gates, *pair, Update, *output) for pair in pairs for output in outputs):
+            return None
+        update, project = call.part(Update), call.part(QKVProjection)
+        if project.shape.heads != self.heads:
+            return None
+        _, H, HV, K, V, _ = update.shape
+        step: FusedDecodeStep | None = FusedDecodeStep(self.step_spec, H, HV, K, V, parts=())
+        fused = {name: part for name, part in call.parts.items() if isinstance(part, Fusible)}
+        for part in fused.values():
+            step = None if step is None else part.fuse_into(step)
+        return None if step is None or unsupported(step) else DecodeFusion(step, fused, [])
 
     def extra_repr(self) -> str:
         return f"bound={self.bound:g}"

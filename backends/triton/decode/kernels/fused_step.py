@@ -303,10 +303,10 @@ def convolve_step_kernel(x, weight, bias, history, slots, y, pool_rows, traits: 
 
 @triton.jit(do_not_specialize=["pool_rows"])
 def finish_step_kernel(raw, norm_weight, norm_bias, gate, slots, o, pool_rows, traits: tl.constexpr):
-    """Compute the norm and the gate of one value head after a split step.
+    """Compute the norm and the gate of one value head after a split step, or a step of a preconditioned delta rule.
 
-    Grid: row, value head. Reads raw [B, HV, V] float32, which fused_step_kernel wrote, and its operands of the same
-    names. Writes o [B, HV, V].
+    Grid: row, value head. Reads raw [B, HV, V] float32, which the step wrote, and fused_step_kernel's operands of the
+    same names. Writes o [B, HV, V].
     """
     HV: tl.constexpr = traits.HV
     V: tl.constexpr = traits.V

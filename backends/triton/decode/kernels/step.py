@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.token import load_token, load_write, locate, update_token, write_token
+from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
@@ -29,7 +30,15 @@ def decode_kernel(
     A slot outside the pool (-1, say) accesses no state, and its output is zero. The caller guarantees that no two rows
     share a slot: their updates would race.
     """
+    if traits.OVERLAP:
+        start_next()
     row, hv, ks, vs, in_k, in_v, at, in_state, in_pool = locate(states, slots, pool_rows, traits)
+    if traits.OVERLAP:
+        first = (tl.program_id(0) % ((traits.V + traits.BV - 1) // traits.BV)) * traits.BV
+        line = tl.minimum(first + tl.arange(0, max(1, traits.BV // 32)) * 32, traits.V - 1)  # 32 numbers fill a line
+        head = states + (row * traits.HV + hv) * traits.K * traits.V
+        prefetch_line(head + tl.minimum(ks, traits.K - 1)[:, None] * traits.V + line[None, :])
+        wait_for_previous()
     S = tl.load(at, mask=in_state, other=0.0)
     operands = load_token(q, k, e, v, log_decay, erase, write, a, b, row, hv, ks, vs, in_k, in_v, traits)
     S, out, _ = update_token(S, operands, traits)

@@ -38,6 +38,7 @@ class TokenTraits(NamedTuple):
     ERASE_PREVIOUS: bool
     READ_BEFORE: bool
     SLOTS: bool
+    OVERLAP: bool  # of decode_kernel, see device/overlap.py; not with SLOTS
 
 
 @triton.jit
