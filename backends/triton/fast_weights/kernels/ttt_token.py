@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import activate
-from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
+from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
 from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, push_token, weigh_taps
 from deltazoo.backends.triton.element.kernels.complex_step import cos_and_sin
 from deltazoo.backends.triton.fast_weights.kernels.step import step_model
@@ -103,8 +103,6 @@ def ttt_token_kernel(
     h = index % H
     if traits.OVERLAP:
         start_next()
-        prefetch_state(W + index.to(tl.int64) * (E * E), E * E, 4096, 128)
-        prefetch_state(G + index.to(tl.int64) * (E * E), E * E, 4096, 128)
         wait_for_previous()
     W_tile = load_matrix(W, index, E, E, BLOCK, BLOCK)
     G_tile = load_matrix(G, index, E, E, BLOCK, BLOCK)
