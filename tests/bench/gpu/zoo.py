@@ -10,8 +10,11 @@ part of the configurations.
 """
 
 import contextlib
+import ctypes
+import functools
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +40,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), "layer, library, forward ms, both ms, peak MiB, first call s", flush=True)
     for first in range(0, len(names), PER_GPU * len(devices)):
         group = names[first : first + PER_GPU * len(devices)]
-        started = {name: start(name, devices[i % len(devices)], limit) for i, name in enumerate(group)}
+        started = {name: start(name, devices[i % len(devices)]) for i, name in enumerate(group)}
         pipes = {name: pipe for name, (pipe, _) in started.items()}
         ready = wait_for(pipes, time.monotonic() + limit)
         for name, (_, process) in started.items():
@@ -48,11 +51,11 @@ def main() -> None:
                 pool.submit(time_layers, [name for name in group[i :: len(devices)] if name in ready], pipes)
 
 
-def start(name: str, gpu: str, limit: float) -> tuple[Connection, Any]:
+def start(name: str, gpu: str) -> tuple[Connection, Any]:
     """Start the process of a layer, and return the pipe to it and the process."""
     pipe, far_end = multiprocessing.get_context("spawn").Pipe()
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    process = multiprocessing.get_context("spawn").Process(target=work, args=(name, limit, far_end), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(name, far_end), daemon=True)
     process.start()
     far_end.close()  # so that the pipe ends if the process dies
     return pipe, process
@@ -82,14 +85,19 @@ def time_layers(names: list[str], pipes: dict[str, Connection]) -> None:
             pipes[name].recv()
 
 
-def work(name: str, limit: float, pipe: Connection) -> None:
+def work(name: str, pipe: Connection) -> None:
     """Compile the layers of one mixer, and time them when the pipe says so."""
     from deltazoo.blocks.inspect.layer_calls import FlaLayer, LayerInput, OurLayer
     from deltazoo.mixers.core.config import parse
 
     size = LayerInput(4, 4096, 2048, torch.device("cuda"), torch.bfloat16, 0)
-    command = ["timeout", str(limit), sys.executable, __file__, "--warm", name]
-    warming = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(WARMING)]
+    # PR_SET_PDEATHSIG: a process that is left over would use the GPU while other layers are timed
+    end_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
+    command = [sys.executable, __file__, "--warm", name]
+    warming = [
+        subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL, preexec_fn=end_with_parent)
+        for i in range(WARMING)
+    ]
     rows: dict[str, dict[str, Any]] = {}
     for library, layer_class in {"deltazoo": OurLayer, "fla": FlaLayer}.items():
         if library == "fla":
