@@ -1,7 +1,8 @@
-"""Rules of the source that a reader relies on: no import circles, few parameters, launches by name."""
+"""Rules of the source (no import circles, few parameters, launches by name), and the Makefile's list of tests."""
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,11 @@ def test_launches_take_at_most_four_arguments_by_position() -> None:
 )
 def test_positional_arguments_of_launches_are_counted(source: str, counts: list[int]) -> None:
     assert sorted(map(positional, launches(ast.parse(source)))) == sorted(counts)
+
+
+def test_the_interpreter_runs_the_tests_of_every_kernel() -> None:
+    """Files that need the interpreter or a GPU are in the Makefile's list, unless all of their tests need a GPU."""
+    (listed,) = re.findall(r"^INTERPRETED := .*test_%.py,(.*)\)$", (ROOT / "Makefile").read_text(), re.M)
+    files = {path.stem.removeprefix("test_"): path.read_text() for path in (ROOT / "tests/backends").glob("test_*.py")}
+    needed = {name for name, text in files.items() if "needs_triton" in text and "pytest.mark.cuda,\n" not in text}
+    assert needed <= {*listed.split()}
