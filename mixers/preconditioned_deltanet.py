@@ -1,7 +1,7 @@
 """Preconditioned delta rules: Gated DeltaNet and Kimi Delta Attention with a diagonal preconditioner of the key."""
 
 from abc import ABC
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -27,12 +27,10 @@ class PreconditionedConfig(HeadConfig, ABC):
     negative_eigenvalues: NegativeEigenvalues = Field(default="off", description=NEGATIVE_EIGENVALUES)
     bound: float = Field(default=1.5, gt=1, le=2, description="largest factor on a key; the smallest is its inverse")
 
-    def delta_rule(self, decay: Decay, erase_key: Literal["key", "own"] = "own") -> UpdateSpec:
-        """Return the delta rule with this decay, this erase key and the options of the fields."""
+    def preconditioned_spec(self, decay: Decay) -> UpdateSpec:
+        """Return the delta rule with an erase key of its own, this decay and the options of the fields."""
         negative = self.negative_eigenvalues
-        return UpdateSpec(
-            decay=decay, beta="head", erase_key=erase_key, negative_eigenvalues=negative, scale=self.scale
-        )
+        return UpdateSpec(decay=decay, beta="head", erase_key="own", negative_eigenvalues=negative, scale=self.scale)
 
     def qkv_projection(self, shape: HeadShape) -> QKVProjection:
         """Create the projection with a short convolution, SiLU, and L2 norms of q and k."""
@@ -52,7 +50,7 @@ class PreconditionedDeltaNet(PreconditionedConfig):
     gate: bool = Field(default=True, description=OUTPUT_GATE)
 
     def spec(self) -> UpdateSpec:
-        return self.delta_rule("head")
+        return self.preconditioned_spec("head")
 
     def shape(self, width: int) -> HeadShape:
         return self.head_shape(width, key_share=0.75, value_share=1.5)
@@ -60,7 +58,7 @@ class PreconditionedDeltaNet(PreconditionedConfig):
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection = self.qkv_projection(shape)
         operands: dict[str, OperandPart] = {"beta": Beta(shape), "decay": SoftplusDecay(shape)}
-        operands["preconditioner"] = Preconditioner(shape, self.bound, self.delta_rule("head", "key"), (0.01, 16))
+        operands["preconditioner"] = Preconditioner(shape, self.bound, self.spec(), rates=(0.01, 16))
         outputs: dict[str, OutputPart] = {"norm": HeadNorm(shape, self.norm_eps)}
         return Parts(projection, operands, outputs | {"gate": OutputGate(shape)} if self.gate else outputs)
 
@@ -83,7 +81,7 @@ class PreconditionedKDA(PreconditionedConfig):
     def spec(self) -> UpdateSpec:
         if self.negative_eigenvalues == "off":  # by `EraseAsPair`
             return UpdateSpec(decay="channel", transition="dplr", scale=self.scale)
-        return self.delta_rule("channel")
+        return self.preconditioned_spec("channel")
 
     def parts(self, shape: HeadShape, place: Place) -> Parts:
         projection, rank = self.qkv_projection(shape), shape.value_width
@@ -91,8 +89,8 @@ class PreconditionedKDA(PreconditionedConfig):
         beta_shape = shape._replace(value_heads=shape.heads) if shared else shape
         operands: dict[str, OperandPart] = {"beta": Beta(beta_shape)}
         operands["decay"] = SoftplusDecay(shape, "channel", rank, rates=(1, 16), bound=self.decay_bound)
-        rule = self.delta_rule("channel", "key")
-        operands["preconditioner"] = Preconditioner(shape, self.bound, rule, (1, 16), self.preconditioner_per)
+        spec, per = self.spec(), self.preconditioner_per
+        operands["preconditioner"] = Preconditioner(shape, self.bound, spec, (1, 16), per)
         if shared:
             operands["repeat"] = RepeatForValueHeads(shape)
         if self.negative_eigenvalues == "off":

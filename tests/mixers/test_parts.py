@@ -359,7 +359,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "channel projection": lambda: ChannelProjection(SSM_SHAPE, 0, False, 0.1),
     "wkv gate": lambda: WKVGate(SHAPE, 0.5),
     "wkv bonus": lambda: WKVBonus(SHAPE),
-    "preconditioner": lambda: Preconditioner(SHAPE, 1.5, UpdateSpec(beta="head"), (1, 16)),
+    "preconditioner": lambda: Preconditioner(SHAPE, 1.5, UpdateSpec(beta="head", erase_key="own"), (1, 16)),
     "biased norm": lambda: BiasedNorm(SHAPE, 1e-5),
     "trapezoidal gates": lambda: TrapezoidalGates(SHAPE),
     "log-linear": lambda: LogLinearUpdate(SHAPE, UpdateSpec(decay="head", beta="head", scale=1.0), 4),

@@ -45,7 +45,7 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful, TokenStep):
 
     Args:
         bound: the largest factor.
-        step_spec: the mixer's delta rule, for decode steps, with the written key as the erase key.
+        spec: of the mixer's update.
         rates: as for `SoftplusDecay`, of a.
         per: the heads that have an A: "key", or "value", for which q and k are repeated.
     State: A, [B, H or HV, 1, K].
@@ -56,15 +56,10 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful, TokenStep):
     splits: ClassVar[bool] = True
 
     def __init__(
-        self,
-        shape: HeadShape,
-        bound: float,
-        step_spec: UpdateSpec,
-        rates: tuple[float, float],
-        per: HeadKind = "key",
+        self, shape: HeadShape, bound: float, spec: UpdateSpec, rates: tuple[float, float], per: HeadKind = "key"
     ) -> None:
         super().__init__()
-        self.step_spec = step_spec
+        self.step_spec = _with_written_key(spec)
         self.bound, self.heads = bound, shape.heads if per == "key" else shape.value_heads
         per_head = HeadShape(shape.width, self.heads, self.heads, 1, shape.key_width)
         self.decay = SoftplusDecay(per_head, rates=rates)
@@ -124,7 +119,7 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful, TokenStep):
         if not any(call.has_parts(*gates, *pair, Update, *output) for pair in pairs for output in outputs):
             return None
         update, project = call.part(Update), call.part(QKVProjection)
-        if project.shape.heads != self.heads:
+        if self.step_spec is None or project.shape.heads != self.heads:
             return None
         _, H, HV, K, V, _ = update.shape
         step: FusedDecodeStep | None = FusedDecodeStep(self.step_spec, H, HV, K, V, parts=())
@@ -135,6 +130,13 @@ class Preconditioner(OperandPart, ResizesHeads, Stateful, TokenStep):
 
     def extra_repr(self) -> str:
         return f"bound={self.bound:g}"
+
+
+def _with_written_key(spec: UpdateSpec) -> UpdateSpec | None:
+    """Return the delta rule of a mixer as if it erased with the key that it writes; None: it is another update."""
+    if spec == UpdateSpec(decay="channel", transition="dplr", scale=spec.scale):  # by `EraseAsPair`
+        return UpdateSpec(decay="channel", beta="head", scale=spec.scale)
+    return spec.model_copy(update={"erase_key": "key"}) if spec.erase_key == "own" else None
 
 
 class EraseAsPair(OperandPart):
