@@ -30,6 +30,7 @@ CASES = {
     "taylor": Sizes(3, 2, 4, 5, 6),
     "taylor, three tiles of rows": Sizes(1, 1, 1, 8, 70),
     "quadratic": Sizes(2, 2, 4, 6, 5),
+    "quadratic, more channels than half a warp": Sizes(1, 1, 1, 24, 3),
     "quadratic, two tiles of rows and of columns": Sizes(1, 1, 1, 6, 130),
     "fourier": Sizes(2, 2, 4, 6, 5, 3),
     "fourier, two products": Sizes(1, 1, 1, 70, 40, 130),

@@ -97,8 +97,9 @@ def _step(*arguments: Any) -> Tensor:
     halves = 2 if R else 1
     BR = power_of_two(cdiv(rows, halves))
     BV = min(power_of_two(V), max(16, (_STATES if call.gates else _STATES_WITHOUT_GATES) // (halves * BR)))
-    tile_rows, numbers_per_warp = BR, _STATES_PER_WARP
+    tile_rows, numbers_per_warp, inputs = BR, _STATES_PER_WARP, min(power_of_two(K), max(1, _WEIGHTS // BR))
     if call.feature in PAIRS:
+        inputs = power_of_two(K)
         BV = min(power_of_two(V), _COLUMNS_OF_PAIRS)
         tile_rows, numbers_per_warp = min(BR, _STATES_OF_PAIRS // BV), _STATES_OF_PAIRS_PER_WARP
     overlap = overlaps(call.qkv)
@@ -107,10 +108,9 @@ def _step(*arguments: Any) -> Tensor:
     )
     traits = NormalisedTraits(
         QKV_STRIDE=qkv_stride, RAW_STRIDE=raw_stride, GATE_STRIDE=gate_stride, H=H, HV=HV, K=K, R=R, V=V,
-        HALVES=halves, ROWS=rows // halves, BR=BR, BV=BV, TILE_ROWS=tile_rows,
-        INPUTS=min(power_of_two(K), max(1, _WEIGHTS // BR)), GATES=call.gates, FEATURE=call.feature,
-        KEY_NORM=call.key_weight is not None, KEY_EPS=call.key_eps,
-        DIVISOR=call.divisor, FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
+        HALVES=halves, ROWS=rows // halves, BR=BR, BV=BV, TILE_ROWS=tile_rows, INPUTS=inputs, GATES=call.gates,
+        FEATURE=call.feature, KEY_NORM=call.key_weight is not None, KEY_EPS=call.key_eps, DIVISOR=call.divisor,
+        FLOOR=call.floor, EPS=call.eps, NORM=call.norm,
         NORM_PER_HEAD=call.norm_weight is not None and call.norm_weight.numel() != V, NORM_BIAS=False,
         NORM_EPS=call.norm_eps, GATE=call.activation, GATE_BEFORE_NORM=False, OVERLAP=overlap,
     )  # fmt: skip
