@@ -31,8 +31,7 @@ def plain_torch_by_parts(monkeypatch):
 
 def run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let mixers on a CPU run the kernels."""
-    for module in ("backends.ops.gemv", "mixers.ttt_linear"):
-        monkeypatch.setattr(f"deltazoo.{module}.kernel_refusals", lambda *_: [])
+    monkeypatch.setattr("deltazoo.backends.ops.gemv.kernel_refusals", lambda *_: [])
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -146,9 +145,10 @@ def test_steps_by_kernels_equal_steps_by_parts(fields, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("fields", [{"conv_width": 40}, {"heads": 1}], ids=str)
+@pytest.mark.parametrize("fields", [{"conv_width": 40}, {"heads": 1}, {"batch": M + 1}], ids=str)
 def test_options_without_a_kernel_decode_by_parts(fields, monkeypatch):
     monkeypatch.setattr("deltazoo.mixers.ttt_linear.MAX_WIDTH", D - 1)
+    monkeypatch.setattr("deltazoo.mixers.ttt_linear.MAX_BATCH", M)
     mixer = build(**fields)
     separate, _ = decode(mixer, 2)
     run_kernels(monkeypatch)

@@ -21,6 +21,7 @@ from deltazoo.backends.triton.tiles import limit_warps, power_of_two
 # A layer of width 2048 with 64 rows takes 52.9 to 54.5 us on an H200; 55.5 to 57.0 with a prefetch of W and G before
 # the wait for the products, and 72 with 8 warps, with which two programs in place of four share an SM.
 _MIN_TILE, _WARPS, _OUTPUT_WARPS = 16, 4, 8
+MAX_BATCH = 1024  # M: the kernel computes angles in float32
 _OF_TOKEN = ("qk", "v", "raw", "gate")  # columns of one tensor: their rows may be apart
 _IN_PLACE = ("history", "seen", "W", "G", "b", "g")
 
