@@ -10,10 +10,11 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.element.step_tensors import finish, step_tensors
+from deltazoo.backends.triton.operands import schema
 from deltazoo.backends.triton.problem import device_spec, overlaps
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead, device_of
 from deltazoo.backends.triton.support import Options
-from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.tiles import cdiv, limit_warps, power_of_two
 
 _PROGRAMS_PER_SM = 4
 _WARPS, _STAGES = 4, 4  # of a program; of its pipeline, which holds one tile less
@@ -130,8 +131,9 @@ def _decode(*arguments: Any) -> Tensor:
         H, G, D, V, BR, BD, BV, BS, C, _STAGES, _PREFETCHED, Q, K, VALUES, W, LOGIT, call.scale, overlap
     )
     with torch.cuda.device_of(call.q):
+        decode = Options(limit_warps(_WARPS, BS * BD), overlap=overlap)
+        launcher(path_decode_kernel, tensors, {"traits": traits}, decode)(B * G * splits, {"S": S, "splits": splits})
         options = Options(_WARPS, overlap=overlap)
-        launcher(path_decode_kernel, tensors, {"traits": traits}, options)(B * G * splits, {"S": S, "splits": splits})
         if partial is not None:
             constants = {"V": V, "BV": BV, "MOST": splits, "OVERLAP": overlap}
             launcher(path_combine_kernel, tensors, constants, options)(B * H, {"splits": splits})
@@ -147,8 +149,7 @@ def _decode_fake(*arguments: Any) -> Tensor:
 
 
 _decode_op = operator(
-    "triton_path_decode(Tensor q, Tensor k, Tensor v, Tensor w, Tensor logit, Tensor? real, Tensor(a!) cache_k,"
-    " Tensor(b!) cache_v, Tensor(c!) moves, Tensor(d!) pending, Tensor(e!) seen, float scale) -> Tensor",
+    f"triton_path_decode({schema(_Call, *_IN_PLACE)}) -> Tensor",
     _decode,
     compiled_ahead(_decode, _decode_fake),
     any_layout=True,

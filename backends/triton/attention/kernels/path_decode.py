@@ -173,6 +173,7 @@ def path_decode_kernel(
     w_t = tl.load(w + b * traits.W + g * D + d, mask=in_d, other=0.0).to(tl.float32)
     k_t = tl.load(k + b * traits.K + g * D + d, mask=in_d, other=0.0).to(tl.float32)
     v_t = tl.load(v + b * traits.VALUES + g * V + c, mask=in_v, other=0.0).to(tl.float32)
+    # a row without a token stores no keys: its w changes the query alone, whose result nobody reads
     erase = w_t * (2.0 * tl.sigmoid(tl.load(logit + b * traits.LOGIT + g).to(tl.float32)))
     q_at = q + b * traits.Q + h[:, None] * D + d[None, :]
     q_t = tl.load(q_at, mask=(r < R)[:, None] & in_d[None, :], other=0.0).to(tl.float32) * (traits.SCALE * LOG2E)
