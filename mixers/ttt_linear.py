@@ -15,6 +15,7 @@ from deltazoo.backends.ops.fast_weights.ttt_linear_chunks import TTTOperands
 from deltazoo.backends.torch_ext.plain_module import holds_plain_weights, is_plain
 from deltazoo.backends.triton.conv.op import too_many_taps
 from deltazoo.backends.triton.fast_weights.token_op import MAX_BATCH, MAX_WIDTH, TTTTokenCall, ttt_token_
+from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.decode_maps import apply_maps, apply_output, apply_to_input, is_step
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
@@ -131,7 +132,7 @@ class TTTLinearMixer(FastWeightMixer):
     ) -> Tensor | None:
         """Decode a token per row up to the output map. Return None, with the state as it was, if the kernels cannot."""
         conv, norm = self.filters["conv"], self.norm
-        if not is_step(x, state) or not is_plain_step(context):
+        if not is_step(x, state) or kernel_refusals(x) or not is_plain_step(context):
             return None
         if self.head_width > MAX_WIDTH or self.batch > MAX_BATCH:
             return None

@@ -31,7 +31,8 @@ def plain_torch_by_parts(monkeypatch):
 
 def run_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let mixers on a CPU run the kernels."""
-    monkeypatch.setattr("deltazoo.backends.ops.gemv.kernel_refusals", lambda *_: [])
+    for module in ("backends.ops.gemv", "mixers.ttt_linear"):
+        monkeypatch.setattr(f"deltazoo.{module}.kernel_refusals", lambda *_: [])
 
 
 def draw(*shape: int, seed: int) -> Tensor:
