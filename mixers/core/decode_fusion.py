@@ -32,8 +32,8 @@ class FusedDrafts(NamedTuple):
     draft: Draft
 
 
-class ConvolvedStep(NamedTuple):
-    """A step whose operands have been convolved, if there is a convolution, and the products of other maps by name."""
+class ReadStep(NamedTuple):
+    """A step with its operands, and the products of other maps by name."""
 
     step: FusedDecodeStep
     inputs: FusedDecodeInputs
@@ -72,30 +72,48 @@ class DecodeFusion(NamedTuple):
 
         The kernel of the products computes the convolution as well, where that is faster.
         """
-        read = self.read_convolved(x_B1D, history, norm) if reads_convolved(self.step, x_B1D.shape[0]) else None
-        step, inputs = (self.step, self.inputs(x_B1D, history, norm)) if read is None else (read.step, read.inputs)
+        operands, maps = self._parameters_and_maps(x_B1D, history)
+        is_faster = reads_convolved(self.step, x_B1D.shape[0])
+        convolution = self._convolution(x_B1D, operands, maps) if is_faster else None
+        step, inputs, _ = self._read(x_B1D, operands, maps, norm, convolution, {})
         return bound.fused_decode_step_(step, inputs, states)
 
     def read_convolved(
-        self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None, others: Mapping[str, nn.Module] | None = None
-    ) -> "ConvolvedStep | None":
+        self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None, others: Mapping[str, nn.Module]
+    ) -> ReadStep | None:
         """Compute the operands of the step, and the convolution of q, k and v by the kernel of the products.
 
         Args: others: more maps of the mixer's input, by a name that no operand has.
         Returns: None, with the history as it was, if that kernel does not compute the convolution.
         """
         operands, maps = self._parameters_and_maps(x_B1D, history)
-        step, convolution, parts = self.step, None, self.step.parts
-        if history is not None:
-            convolution = Convolution(history, operands["weight"], operands.get("bias"), parts[0].silu)
-            if any(part.silu != parts[0].silu for part in parts) or not convolves(x_B1D, maps["qkv"], convolution):
-                return None
+        convolution = self._convolution(x_B1D, operands, maps)
+        if history is not None and convolution is None:
+            return None
+        return self._read(x_B1D, operands, maps, norm, convolution, others)
+
+    def _convolution(
+        self, x_B1D: Tensor, operands: Mapping[str, Tensor], maps: Mapping[str, nn.Module]
+    ) -> Convolution | None:
+        """Return the convolution that the kernel of the products can compute; None: there is none, or it cannot."""
+        parts = self.step.parts
+        if "history" not in operands or any(part.silu != parts[0].silu for part in parts):
+            return None
+        convolution = Convolution(operands["history"], operands["weight"], operands.get("bias"), parts[0].silu)
+        return convolution if convolves(x_B1D, maps["qkv"], convolution) else None
+
+    def _read(
+        self, x_B1D: Tensor, operands: Mapping[str, Tensor], maps: Mapping[str, nn.Module], norm: Norm | None,
+        convolution: Convolution | None, others: Mapping[str, nn.Module],
+    ) -> ReadStep:  # fmt: skip
+        """Compute the products, and the convolution if it is given, which the step then does not compute."""
+        step = self.step
+        if convolution is not None:
             operands = {name: x for name, x in operands.items() if name not in ("history", "weight", "bias")}
-            step = step._replace(taps=0, parts=tuple(part._replace(silu=False) for part in parts))
-        others = {} if others is None else others
-        products = apply_maps(x_B1D, maps | dict(others), norm, convolution)
+            step = step._replace(taps=0, parts=tuple(part._replace(silu=False) for part in step.parts))
+        products = apply_maps(x_B1D, {**maps, **others}, norm, convolution)
         inputs = FusedDecodeInputs(**operands, **{name: products[name] for name in maps})
-        return ConvolvedStep(step, inputs, {name: products[name] for name in others})
+        return ReadStep(step, inputs, {name: products[name] for name in others})
 
     def inputs(self, x_B1D: Tensor, history: Tensor | None, norm: Norm | None = None) -> FusedDecodeInputs:
         """Compute the operands of the step.
