@@ -6,6 +6,7 @@ B batch, T time, N sequences, H key heads, HV value heads, K key width, V value 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from string import ascii_lowercase
 from typing import Any, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 import torch
@@ -325,7 +326,7 @@ def schema(call: type[tuple[Any, ...]], *mutated: str) -> str:
             parameters.append(f"{names[hint]} {name}")
         else:
             optional = "?" if type(None) in get_args(hint) else ""
-            alias = f"({'abcdef'[mutated.index(name)]}!)" if name in mutated else ""
+            alias = f"({ascii_lowercase[mutated.index(name)]}!)" if name in mutated else ""
             parameters.append(f"Tensor{alias}{optional} {name}")
     return ", ".join(parameters)
 
