@@ -20,7 +20,7 @@ from deltazoo.mixers import parts
 ROOT = Path(deltazoo.__file__).resolve().parent
 COMMAND = "python tests/test_exports.py"
 PACKAGES = ["deltazoo", "deltazoo.backends", "deltazoo.mixers", "deltazoo.mixers.parts", "deltazoo.blocks"]
-PACKAGES += ["deltazoo.integrations.transformers"]
+PACKAGES += ["deltazoo.backends.triton", "deltazoo.integrations.transformers"]
 ALIASES = {"deltazoo.fla"}
 CONFORMANCE = {"deltazoo.conformance", "deltazoo.mixers.conformance"}
 EXAMPLE = ROOT / "examples" / "deltazoo-example"

@@ -1,7 +1,15 @@
-"""The triton backend: chunked kernels for NVIDIA GPUs, forward, backward and decode."""
+"""The triton backend: chunked kernels for NVIDIA GPUs, forward, backward and decode.
 
-from deltazoo.backends.triton.backend import TritonBackend
-from deltazoo.backends.triton.config import Launch, LaunchConfig
-from deltazoo.backends.triton.runtime.table import use_table
+The public names are imported on first use, so that the modules of kernels are imported without torch.
+"""
 
-__all__ = ["Launch", "LaunchConfig", "TritonBackend", "use_table"]
+from deltazoo import by_name, lazy_exports
+
+_MODULES = by_name(
+    {
+        "deltazoo.backends.triton.backend": ["TritonBackend"],
+        "deltazoo.backends.triton.config": ["Launch", "LaunchConfig"],
+        "deltazoo.backends.triton.runtime.table": ["use_table"],
+    }
+)
+__getattr__, __dir__ = lazy_exports(__name__, lambda: _MODULES)

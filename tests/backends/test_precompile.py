@@ -163,7 +163,9 @@ def test_a_thread_that_compiles_a_kernel_compiles_its_launcher(monkeypatch):
     active = SimpleNamespace(launcher_cls=lambda src, metadata: launchers.append((src, metadata)))
     monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    precompile._compile(torch.device("cuda", 0), lambda: SimpleNamespace(src="source", metadata="metadata"))
+    kernel = SimpleNamespace(device_caches=[None], compile=None)
+    compiled = SimpleNamespace(src="source", metadata="metadata")
+    precompile._compile(torch.device("cuda", 0), kernel, lambda: compiled, None)
     assert launchers == [("source", "metadata")]
 
 

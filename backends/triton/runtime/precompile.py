@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 PRECOMPILE = True
+_STARTED = time.time()
 _THREADS = 16
 _log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ tracing = _Tracing()
 
 
 class _Pool:
-    """The threads, the keys of the calls that were traced, and the kernels that were submitted."""
+    """The threads and the process that compile, the traced calls' keys, and the kernels that were submitted."""
 
     def __init__(self) -> None:
         self.tracer = ThreadPoolExecutor(1, "deltazoo-trace")
@@ -49,6 +51,7 @@ class _Pool:
         self.traced: set[Hashable] = set()
         self.traces: set[Future[None]] = set()
         self.kernels: dict[Hashable, Future[None]] = {}
+        self.worker: Any = None
 
 
 _pool = _Pool()
@@ -57,6 +60,8 @@ _pool = _Pool()
 def _renew() -> None:
     """Replace the pool in a forked process, which has none of the threads of its parent."""
     global _pool
+    if _pool.worker is not None:
+        _pool.worker.close()
     _pool = _Pool()
 
 
@@ -104,12 +109,15 @@ def compile_kernel(key: Hashable, kernel: Any, warm_up: Callable[[], Any]) -> No
     """Compile a kernel in another thread for the device that this thread traces for, once."""
     from triton.runtime.cache import triton_key
 
+    from deltazoo.backends.triton.runtime.compile_worker import CompileWorker
+
     if key not in _pool.kernels:
         assert tracing.device is not None
         triton_key()  # hashes Triton's library in half a second, once in a process, unless several threads ask at once
         # Computed here, in the tracing thread, because it depends on the order in which functions are first read.
         _ = kernel.cache_key
-        _pool.kernels[key] = _pool.compilers.submit(_compile, tracing.device, warm_up)
+        _pool.worker = _pool.worker or CompileWorker(_STARTED)
+        _pool.kernels[key] = _pool.compilers.submit(_compile, tracing.device, kernel, warm_up, _pool.worker)
 
 
 def await_kernel(key: Hashable) -> None:
@@ -124,12 +132,14 @@ def device_of(x: Tensor) -> torch.device:
     return x.device if tracing.device is None else tracing.device
 
 
-def _compile(device: torch.device, warm_up: Callable[[], Any]) -> None:
+def _compile(device: torch.device, kernel: Any, warm_up: Callable[[], Any], worker: Any) -> None:
     """Compile a kernel and its launcher, C code that Triton 3.6 otherwise compiles at the first launch in 0.3 s."""
     from triton.runtime import driver
 
+    from deltazoo.backends.triton.runtime.compile_worker import compiled_by
+
     try:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), compiled_by(worker, kernel, device.index):
             compiled = warm_up()
             driver.active.launcher_cls(compiled.src, compiled.metadata)  # Triton's cache on disk keeps it
     except Exception:  # the launch compiles the kernel again and raises the error

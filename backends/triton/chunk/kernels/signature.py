@@ -14,6 +14,8 @@ def takes(pointers: str, traits: str) -> Callable[[Any], Any]:
     def declare(kernel: Any) -> Any:
         kernel.Pointers = namedtuple("Pointers", pointers)
         kernel.Traits = namedtuple("Traits", traits)
+        for fields in (kernel.Pointers, kernel.Traits):  # where pickle finds them
+            fields.__module__, fields.__qualname__ = kernel.__module__, f"{kernel.__name__}.{fields.__name__}"
         return kernel
 
     return declare
