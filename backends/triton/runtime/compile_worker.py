@@ -39,6 +39,7 @@ _SERVER = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve
 _TIMEOUT = 300  # seconds; then the thread compiles the kernel
 _log = logging.getLogger(__name__)
 _thread = threading.local()  # worker: the worker that compiles for this thread
+_lock = threading.Lock()  # the first read of `kernel.device_caches` sets `kernel.compile`
 
 
 class CompileWorker:
@@ -106,9 +107,10 @@ class CompileWorker:
 @contextmanager
 def compiled_by(worker: CompileWorker | None, kernel: Any, device: int) -> Iterator[None]:
     """Let the worker compile what this thread compiles of a kernel. device: the index of the current device."""
-    _ = kernel.device_caches[device]  # the first read sets `kernel.compile`
-    if not isinstance(kernel.compile, _Compile):
-        kernel.compile = _Compile(kernel.compile)
+    with _lock:
+        _ = kernel.device_caches[device]
+        if not isinstance(kernel.compile, _Compile):
+            kernel.compile = _Compile(kernel.compile)
     _thread.worker = worker
     try:
         yield

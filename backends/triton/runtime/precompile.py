@@ -2,10 +2,10 @@
 
 While torch.compile traces a graph, the fake implementation of an operator only computes shapes. With `compiled_ahead`
 the body of the operator also runs, in a thread and on meta tensors, and `launcher` submits each kernel to a pool of
-compiling threads instead of launching it. A later launch waits if its kernel is still being compiled. If the body
-fails, nothing is compiled ahead. Measured on a gated DeltaNet layer (H200, 16 cores): first training step 24 -> 17 s;
-with a later version 18.3 -> 11.9 s. Tested with torch 2.11 / Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE =
-False` disables it.
+compiling threads instead of launching it, which let another process compile it (compile_worker.py). A later launch
+waits if its kernel is still being compiled. If the body fails, nothing is compiled ahead. Measured on a gated DeltaNet
+layer (H200, 16 cores): first training step 24 -> 17 s; with a later version 18.3 -> 11.9 s. Tested with torch 2.11 /
+Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE = False` disables it.
 """
 
 import functools
