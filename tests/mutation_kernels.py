@@ -138,7 +138,7 @@ PORTABLE_KERNELS = [
     ),
     Mutation(
         "short convolution: the taps are applied in the wrong order", CONV_KERNELS,
-        "weight + channel * W + (W - 1 - j)", "weight + channel * W + j",
+        "weights = weights[1:] + (w_j.to(tl.float32),)", "weights = (w_j.to(tl.float32),) + weights[: W - 1]",
         "test-kernels", f"{CONV_TEST}[short-torch.float32]",
     ),
     Mutation(

@@ -2,6 +2,10 @@
 
 A row is [R, BC]: one token of each of R strips, BC channels. Rows that wait for their use are packed: two 16-bit values
 in a register. See short_conv.py.
+
+Triton's coalescing pass takes a time in proportion to the number of loads and stores times the square of the number of
+operations, but skips those whose pointers are carried by a loop. So a few loads in a row are a loop that carries the
+pointer and a tuple that it shifts. LLVM unrolls it.
 """
 
 import triton
@@ -52,6 +56,23 @@ def row_mask(i, low, high, in_channels):
 
 
 @triton.jit
+def copies(value, COUNT: tl.constexpr):
+    """Return a tuple of COUNT equal values."""
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = values + (value,)
+    return values
+
+
+@triton.jit
+def empty_rows(dtype: tl.constexpr, COUNT: tl.constexpr, traits: tl.constexpr):
+    """Return COUNT rows of zeros, packed."""
+    R: tl.constexpr = traits.R
+    BC: tl.constexpr = traits.BC
+    return copies(pack(tl.zeros([R, BC], dtype)), COUNT)
+
+
+@triton.jit
 def load_row(pointers, history, history_offset, t, low, high, row, in_channels, traits: tl.constexpr):
     """Load a row of x, packed. Without a pack, rows before token 0 are history."""
     value = tl.load(pointers, mask=row_mask(row, low, high, in_channels), other=0.0)
@@ -69,11 +90,12 @@ def load_rows(
     COUNT: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """Load rows i, i - 1, ..., i - COUNT + 1 of x, packed."""
-    rows = ()
-    at = x + x_offset + i * token_stride
-    for u in tl.static_range(COUNT):
-        at_row = at - u * token_stride
-        rows = rows + (load_row(at_row, history, history_offset, t, low, high, i - u, in_channels, traits),)
+    rows = empty_rows(x.dtype.element_ty, COUNT, traits)
+    pointers = x + x_offset + i * token_stride
+    if COUNT > 0:
+        for u in range(COUNT):
+            rows = rows[1:] + (load_row(pointers, history, history_offset, t, low, high, i - u, in_channels, traits),)
+            pointers -= token_stride
     return rows
 
 
@@ -87,10 +109,11 @@ def load_gradient(pointers, low, high, row, in_channels):
 @triton.jit
 def load_gradients(dy, dy_offset, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
     """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed."""
-    rows = ()
-    at = dy + dy_offset + i * traits.CHANNELS
-    for u in tl.static_range(COUNT):
-        rows = rows + (load_gradient(at - u * traits.CHANNELS, low, high, i - u, in_channels),)
+    rows = empty_rows(dy.dtype.element_ty, COUNT, traits)
+    pointers = dy + dy_offset + i * traits.CHANNELS
+    for u in range(COUNT):
+        rows = rows[1:] + (load_gradient(pointers, low, high, i - u, in_channels),)
+        pointers -= traits.CHANNELS
     return rows
 
 
@@ -111,7 +134,10 @@ def load_start(pointers, t, high, row, traits: tl.constexpr):
 
 @triton.jit
 def load_starts(sequence_starts, t, high, i, COUNT: tl.constexpr, traits: tl.constexpr):
-    """Load the rows [R] at which the sequences of rows i, i - 1, ... start."""
+    """Load the rows [R] at which the sequences of rows i, i - 1, ... start.
+
+    Starts of a loop would have a layout that each use of them converts.
+    """
     starts = ()
     for u in tl.static_range(COUNT):
         starts = starts + (load_start(start_pointers(sequence_starts, t, i - u, traits), t, high, i - u, traits),)
@@ -127,11 +153,12 @@ def select_inputs(
     In a pack, inputs before the start of the row's sequence come from the history, or are zero.
     """
     W: tl.constexpr = traits.W
-    age = i - start
-    inputs = ()
-    for j in tl.static_range(W):
-        x_j = rows[j]
-        if traits.PACKED and j > 0:
+    inputs = rows
+    if traits.PACKED and W > 1:
+        age = i - start
+        older = rows[1:]
+        for j in range(1, W):
+            x_j = older[0]
             past = tl.zeros_like(x_j)
             if traits.HISTORY:
                 in_history = (age < j) & (i < high)
@@ -139,5 +166,6 @@ def select_inputs(
                 at = history_offset + ((n * (W - 1) + age - j) * traits.C)[:, None]
                 past = tl.load(history + at, mask=in_history[:, None] & in_channels, other=0.0).to(tl.float32)
             x_j = tl.where((age < j)[:, None], past, x_j)
-        inputs = inputs + (x_j,)
+            older = older[1:] + (x_j,)
+        inputs = rows[:1] + older
     return inputs

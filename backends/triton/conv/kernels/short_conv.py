@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.conv.kernels.rows import (
+    copies,
     load_gradient,
     load_gradients,
     load_row,
@@ -97,13 +98,16 @@ def locate_strips(T, cu, ends, N, strips, strips_per_row, strip_tokens, rows, tr
 def load_weights(weight, bias, group, channel, in_channels, traits: tl.constexpr):
     """Load a group's weights by lag, and its bias, each [1, BC]."""
     W: tl.constexpr = traits.W
+    BC: tl.constexpr = traits.BC
     if traits.GROUPED:
         channel += group * traits.C
-    weights = ()
-    for j in tl.static_range(W):
-        w_j = tl.load(weight + channel * W + (W - 1 - j), mask=in_channels, other=0.0)
-        weights = weights + (w_j.to(tl.float32),)
-    offset = tl.zeros_like(weights[0])
+    offset = tl.zeros([1, BC], tl.float32)
+    weights = copies(offset, W)
+    pointers = weight + channel * W + (W - 1)
+    for _ in range(W):
+        w_j = tl.load(pointers, mask=in_channels, other=0.0)
+        weights = weights[1:] + (w_j.to(tl.float32),)
+        pointers -= 1
     if traits.BIAS:
         offset = tl.load(bias + channel, mask=in_channels, other=0.0).to(tl.float32)
     return weights, offset
@@ -164,10 +168,9 @@ def short_conv_kernel(
             rows = (unpack(ahead[GROUP - 1], x.dtype.element_ty),) + recent
             start = next_starts[GROUP - 1]
             # pointers to x carried by the loop would need more registers
-            ahead = (
-                load_rows(x, x_offset, stride, history, history_offset, t, low, high, later_i, in_channels, 1, traits)
-                + ahead[: GROUP - 1]
-            )
+            x_row = x + x_offset + later_i * stride
+            latest = load_row(x_row, history, history_offset, t, low, high, later_i, in_channels, traits)
+            ahead = (latest,) + ahead[: GROUP - 1]
             next_starts = (load_start(start_rows[k], t, high, later_i, traits),) + next_starts[: GROUP - 1]
             inputs = select_inputs(rows, start, history, history_offset, sequence_ids, t, high, i, in_channels, traits)
             a = weighted_sum(inputs, weights, offset, W)
@@ -213,11 +216,7 @@ def store_history_gradients(dhistory, offset, later, weights, mask, C: tl.conste
 
 @triton.jit
 def row_pointers(first, stride, COUNT: tl.constexpr):
-    """Return pointers to a row and the COUNT - 1 rows before it (stride < 0: after it), which a loop advances.
-
-    Triton's coalescing pass takes a time in proportion to the number of loads and stores times the square of the number
-    of operations, but skips those whose pointers are carried by a loop.
-    """
+    """Return pointers to a row and the COUNT - 1 rows before it (stride < 0: after it), which a loop advances."""
     rows = ()
     for u in tl.static_range(COUNT):
         rows = rows + (first - u * stride,)
@@ -348,5 +347,10 @@ def short_conv_backward_kernel(
         at_start = ((t == 0) & (high > 0))[:, None]
         store_history_gradients(dhistory, history_offset, later, weights, at_start & in_channels, traits.C, W)
     out = partial + tl.cast(program, tl.int64) * (W + BIAS) * traits.CHANNELS + channel
-    for j in tl.static_range(W + BIAS):
-        tl.store(out + j * traits.CHANNELS, tl.sum(sums[j], 0)[None, :], mask=in_channels)
+    of_lags = sums[:W]
+    for _ in range(W):
+        tl.store(out, tl.sum(of_lags[0], 0)[None, :], mask=in_channels)
+        of_lags = of_lags[1:] + of_lags[:1]
+        out += traits.CHANNELS
+    if BIAS:
+        tl.store(out, tl.sum(sums[W], 0)[None, :], mask=in_channels)
