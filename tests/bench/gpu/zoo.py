@@ -1,20 +1,19 @@
-"""Time every mixer's layer beside FLA's: python zoo.py [--seconds=LIMIT] [MIXER...]
+"""Time every mixer's layer beside FLA's: python zoo.py [--compile] [--seconds=LIMIT] [MIXER...]
 
 Width 2048, 4 x 4096 tokens, bf16, forward, and forward and backward; ms and peak MiB. Each layer has a process, several
 per GPU, which compiles at the same time as the others; then the layers are timed, one alone on each GPU. With LIMIT a
 layer that has not compiled after so many seconds is left out. The first call is that of training, with compilation,
 while the other processes compile. Uses all visible GPUs.
 
-FLA's kernels choose among many configurations when they first run: further processes compile them beforehand, each a
-part of the configurations.
+FLA's kernels choose among many configurations when they first run, which takes minutes. --compile only compiles these
+configurations into Triton's cache, each process a part of them, and prints the seconds. What FLA has chosen stays in
+that cache, too: a layer that was left out can run again.
 """
 
 import contextlib
-import ctypes
-import functools
+import itertools
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from deltazoo.backends.io.progress import silent
 from deltazoo.backends.measure.timing import peak_bytes, time_alone, time_once
 
 PER_GPU = 10  # layers that compile on one GPU at a time: each takes up to 10 GB of its memory
-WARMING = 4  # processes that compile configurations of a layer of FLA
+PARTS = 4  # of the configurations of a layer of FLA
 
 
 def main() -> None:
@@ -37,6 +36,9 @@ def main() -> None:
     limit = next((float(word.partition("=")[2]) for word in sys.argv[1:] if word.startswith("--seconds=")), 600.0)
     names = [word for word in sys.argv[1:] if not word.startswith("--")] or registry.names(registry.MIXERS)
     devices = gpus()
+    if "--compile" in sys.argv:
+        compile_configurations(names, devices)
+        return
     print(torch.cuda.get_device_name(), "layer, library, forward ms, both ms, peak MiB, first call s", flush=True)
     for first in range(0, len(names), PER_GPU * len(devices)):
         group = names[first : first + PER_GPU * len(devices)]
@@ -91,18 +93,8 @@ def work(name: str, pipe: Connection) -> None:
     from deltazoo.mixers.core.config import parse
 
     size = LayerInput(4, 4096, 2048, torch.device("cuda"), torch.bfloat16, 0)
-    # PR_SET_PDEATHSIG: a process that is left over would use the GPU while other layers are timed
-    end_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)
-    command = [sys.executable, __file__, "--warm", name]
-    warming = [
-        subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL, preexec_fn=end_with_parent)
-        for i in range(WARMING)
-    ]
     rows: dict[str, dict[str, Any]] = {}
     for library, layer_class in {"deltazoo": OurLayer, "fla": FlaLayer}.items():
-        if library == "fla":
-            for process in warming:
-                process.wait()
         try:
             layer = layer_class(parse({"mixer": name}), size)
             calls: dict[str, Any] = {}
@@ -119,8 +111,25 @@ def work(name: str, pipe: Connection) -> None:
     pipe.send("timed")
 
 
-def warm(name: str, part: int) -> None:
-    """Compile every WARMING-th configuration of the kernels of FLA's layer, without timing them."""
+def compile_configurations(names: list[str], devices: list[str]) -> None:
+    """Compile the configurations of FLA's layers, by as many processes as there are CPU cores or memory for."""
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, PER_GPU * len(devices))) as pool:
+        for i, (name, part) in enumerate(itertools.product(names, range(PARTS))):
+            pool.submit(compile_part, name, part, devices[i % len(devices)])
+
+
+def compile_part(name: str, part: int, gpu: str) -> None:
+    """Compile a part of the configurations of FLA's layer in another process."""
+    start = time.monotonic()
+    command = [sys.executable, __file__, "--part", name, str(part)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    failure = done.stderr.strip().rpartition("\n")[2][:160] if done.returncode else ""
+    print(name, part, f"{time.monotonic() - start:.0f} s", failure, flush=True)
+
+
+def run_part(name: str, part: int) -> None:
+    """Run FLA's layer with every PARTS-th configuration of its kernels, without timing them."""
     import triton.testing
     from triton.runtime.autotuner import Autotuner
 
@@ -130,7 +139,7 @@ def warm(name: str, part: int) -> None:
     original = Autotuner.__init__
 
     def with_part(self: Any, fn: Any, arg_names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
-        own = (configs[part::WARMING] or configs[:1]) if configs else configs
+        own = (configs[part::PARTS] or configs[:1]) if configs else configs
         original(self, fn, arg_names, own, *arguments, **options)
 
     def run_once(fn: Any, **_: Any) -> list[float]:
@@ -149,4 +158,4 @@ def gpus() -> list[str]:
 
 
 if __name__ == "__main__":
-    warm(sys.argv[2], int(sys.argv[3])) if "--warm" in sys.argv else main()
+    run_part(sys.argv[2], int(sys.argv[3])) if "--part" in sys.argv else main()
