@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ from deltazoo.backends.conformance import Case, draw
 from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.torch_ext.devices import DeviceSpec, simulated_device
 from deltazoo.backends.triton.chunk import op
-from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_rows
+from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_rows, zero_tail_kernel
+from deltazoo.backends.triton.loss.kernels import cross_entropy_kernel
 from deltazoo.backends.triton.norm import op as norm
 from deltazoo.backends.triton.norm.kernels import rms_norm_kernel
 from deltazoo.backends.triton.operands import ScanKind
@@ -34,9 +36,9 @@ HOPPER = DeviceSpec("a Hopper GPU", "cuda", (9, 0), 132, 232448, triton.__versio
 PATH = os.pathsep.join(sys.path)
 SCAN = ("sm90_prepare_kernel", "sm90_scan_kernel", "zero_tail_kernel")
 ORPHAN = """
-import os, time
+import os
 from deltazoo.backends.triton.runtime.compile_worker import CompileWorker
-worker = CompileWorker(time.time())
+worker = CompileWorker()
 try:
     worker.compile("no source", None, {})
 except RuntimeError:
@@ -80,7 +82,7 @@ def hopper(monkeypatch, tmp_path):
 
 @pytest.fixture
 def worker():
-    worker = compile_worker.CompileWorker(time.time())
+    worker = compile_worker.CompileWorker()
     yield worker
     if worker.process is not None:
         kill(worker)
@@ -171,17 +173,51 @@ def test_the_worker_imports_neither_torch_nor_cuda(worker, hopper):
     assert "libcuda" not in maps
 
 
-@pytest.mark.parametrize("why", ["another package", "changed file", "disabled"])
+@pytest.mark.parametrize("why", ["another package", "other source", "hook", "disabled"])
 def test_the_thread_compiles_what_the_worker_may_not(why, monkeypatch, hopper, worker):
     kernel, warm_up = zero_rows, lambda: zero_rows.warmup(torch.float32, 3, 8, 4, 32, grid=(1,))
     if why == "another package":
         kernel, warm_up = foreign_kernel, lambda: foreign_kernel.warmup(torch.float32, grid=(1,))
-    elif why == "changed file":
-        worker._started = 0.0  # every file changed since then
+    elif why == "other source":
+        monkeypatch.setattr(zero_rows, "_src", zero_rows.src + "    tl.device_assert(True)\n")
+        monkeypatch.setattr(zero_rows, "hash", None)
+    elif why == "hook":
+        hook = lambda *_: ("", "")  # noqa: E731, nothing for Triton's key
+        monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", hook)
     else:
         monkeypatch.setattr(compile_worker, "ENABLED", False)
     assert compile_by(worker, kernel, warm_up).asm["cubin"]
     assert hopper.translated == [kernel.__name__]
+
+
+def test_kernels_compile_in_the_threads_of_triton(hopper, worker):
+    """Triton passes its `compile` another argument there."""
+    with ThreadPoolExecutor(1) as pool, compile_worker.compiled_by(worker, zero_rows, DEVICE):
+        try:
+            with triton.AsyncCompileMode(pool):
+                kernel = zero_rows.warmup(torch.float32, 3, 8, 4, 32, grid=(1,))
+            assert kernel.result().asm["cubin"]
+        finally:
+            del zero_rows.device_caches[DEVICE]
+
+
+def test_the_digest_of_a_function_covers_its_constants_and_what_it_calls(monkeypatch):
+    digests = {compile_worker._digest(zero_tail_kernel), compile_worker._digest(cross_entropy_kernel)}
+    monkeypatch.setattr(zero_rows, "_src", zero_rows.src + "    pass\n")
+    digests.add(compile_worker._digest(zero_tail_kernel))
+    monkeypatch.setattr("deltazoo.backends.triton.loss.kernels._LOWEST", triton.language.constexpr(-1e4))
+    digests.add(compile_worker._digest(cross_entropy_kernel))
+    assert len(digests) == 4
+
+
+def test_a_worker_that_does_not_answer_is_ended(monkeypatch, hopper, worker):
+    zero_rows_by(worker, block=64)
+    os.killpg(worker.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(compile_worker, "_TIMEOUT", 0.2)
+    assert zero_rows_by(worker).asm["cubin"]
+    assert worker.process.wait(10) == -signal.SIGKILL
+    assert zero_rows_by(worker, block=128).asm["cubin"]
+    assert hopper.translated == ["zero_rows", "zero_rows"]
 
 
 def test_a_kernel_that_does_not_compile_raises_in_the_thread_and_the_worker_goes_on(caplog, hopper, worker):

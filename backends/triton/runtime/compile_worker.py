@@ -1,15 +1,17 @@
 """Compile kernels in another process, into Triton's cache on disk.
 
-Triton translates a kernel to its IR in Python, 0.3 s per kernel that hold the GIL, while torch.compile traces in the
-same process. The worker is a process without torch and CUDA that imports the kernels' modules and forks a child for
-each kernel. The thread that wants the kernel waits, and then reads it from the cache. What the worker cannot compile,
-the thread compiles: kernels of other packages, of files that changed after this process started, and whatever fails.
+Triton translates a kernel to its IR in Python, which takes 0.3 s per kernel and holds the GIL, while torch.compile
+traces in the same process. The worker is a process without torch and CUDA that imports the kernels' modules and forks a
+child for each kernel. The thread that wants the kernel waits, and then reads it from the cache. What the worker cannot
+compile, the thread compiles: kernels of other packages, kernels whose source or constants differ from those that the
+worker imports, and whatever fails.
 
 This module relies on `JITFunction.compile`, on `ASTSource` and on the cache keys of Triton. Tested with Triton 3.6 and
-3.7.1. `ENABLED = False` compiles in the threads. The only input of the worker is a pipe from its parent.
+3.7.1. `ENABLED = False` compiles in the threads. After its start, the worker reads only the pipe from its parent.
 """
 
 import functools
+import hashlib
 import importlib
 import io
 import logging
@@ -21,35 +23,33 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.spawn import get_executable
 from types import SimpleNamespace
 from typing import Any
 
 from triton import knobs
 from triton.compiler import make_backend
+from triton.language import constexpr
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITCallable
 
 ENABLED = True
 _PACKAGE = __name__.partition(".")[0]
-_SERVER = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({started!r})"
-_TIMEOUT = 300  # seconds; then the thread compiles the kernel
+_SERVER = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve()"
+_TIMEOUT = 300  # seconds that a kernel may take; then the worker is killed, and the threads compile
 _log = logging.getLogger(__name__)
 _thread = threading.local()  # worker: the worker that compiles for this thread
-_lock = threading.Lock()  # the first read of `kernel.device_caches` sets `kernel.compile`
+_lock = threading.Lock()  # the first read of `kernel.device_caches` for a device sets `kernel.compile`
 
 
 class CompileWorker:
-    """The process, which starts with the first kernel and ends with this one, and the kernels that it compiles.
+    """The process, which starts with the first kernel and ends with its parent, and the kernels that it compiles."""
 
-    Args: started: time before this process read the source files of the kernels.
-    """
-
-    def __init__(self, started: float) -> None:
-        self._started = started
+    def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._connection: Connection | None = None
@@ -59,19 +59,37 @@ class CompileWorker:
 
     def compile(self, src: Any, target: Any, options: dict[str, Any]) -> None:
         """Compile a source into the cache. Raises if the worker cannot."""
-        job, done = _dumps((dict(os.environ), src, target, options)), Future[str]()
-        with self._lock:
+        job, done = _dumps((dict(os.environ), os.getcwd(), src, target, options)), Future[str]()
+        try:
+            self._send(job, done)
+            fault = done.result(_TIMEOUT)
+        except Exception:
+            self._kill()
+            raise
+        if fault:
+            raise RuntimeError(f"the compile worker reports: {fault}")
+
+    def _send(self, job: bytes, done: Future[str]) -> None:
+        if not self._lock.acquire(timeout=_TIMEOUT):
+            raise TimeoutError("the compile worker reads no jobs")
+        try:
             if self._ended:
                 raise RuntimeError("the compile worker has ended")
             if self._connection is None:
                 self._start()
             assert self._connection is not None
             self._jobs += 1
-            number = self._jobs
-            self._running[number] = done
-            self._connection.send((number, job))
-        if fault := done.result(_TIMEOUT):
-            raise RuntimeError(f"the compile worker reports: {fault}")
+            self._running[self._jobs] = done
+            self._connection.send((self._jobs, job))
+        finally:
+            self._lock.release()
+
+    def _kill(self) -> None:
+        """End the worker and its children, so that no thread waits for it; a blocked `send` raises."""
+        self._ended = True
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the pipe in a forked process: the worker ends when no process holds it open."""
@@ -80,14 +98,14 @@ class CompileWorker:
             self._connection.close()
 
     def _start(self) -> None:
-        path = [x for x in sys.path if isinstance(x, str)]
-        program = _SERVER.format(path=path, module=__name__, started=self._started)
+        python = get_executable()
+        if getattr(sys, "frozen", False) or not python:
+            raise RuntimeError("there is no Python interpreter to run the compile worker")
+        program = _SERVER.format(path=[x for x in sys.path if isinstance(x, str)], module=__name__)
         self._connection, other = Pipe()
         with other:
             # A session of its own: Ctrl-C stops this process only, and the worker ends with all its children.
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=other.fileno(), start_new_session=True
-            )
+            self.process = subprocess.Popen([python, "-c", program], stdin=other.fileno(), start_new_session=True)
         threading.Thread(target=self._receive, name="deltazoo-compile-results", daemon=True).start()
 
     def _receive(self) -> None:
@@ -128,9 +146,11 @@ class _Compile:
     def __init__(self, compile: Any) -> None:
         self.compile = compile
 
-    def __call__(self, src: Any, target: Any, options: dict[str, Any]) -> Any:
+    def __call__(self, src: Any, target: Any, options: dict[str, Any], **more: Any) -> Any:
         worker = getattr(_thread, "worker", None)
-        if ENABLED and worker is not None and not knobs.compilation.always_compile:
+        # hooks and instrumentation of this process are not in the worker
+        hooked = more or options.get("instrumentation_mode") or knobs.runtime.add_stages_inspection_hook
+        if ENABLED and worker is not None and not hooked and not knobs.compilation.always_compile:
             src.make_ir = _absent
             try:
                 return self.compile(src, target=target, options=options)
@@ -142,7 +162,7 @@ class _Compile:
                 worker.compile(src, target, options)
             except Exception:
                 _log.debug("%s compiles in a thread", src.name, exc_info=True)
-        return self.compile(src, target=target, options=options)
+        return self.compile(src, target=target, options=options, **more)
 
 
 def _absent(*arguments: Any) -> Any:
@@ -156,7 +176,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(x, JITCallable):
             if x.__module__.partition(".")[0] not in (_PACKAGE, "triton"):
                 raise pickle.PicklingError(f"{x.__module__}.{x.__qualname__} belongs to another package")
-            return _function, (x.__module__, x.__qualname__, x.cache_key)
+            return _function, (x.__module__, x.__qualname__, x.cache_key, _digest(x))
         return NotImplemented
 
 
@@ -166,20 +186,47 @@ def _dumps(x: Any) -> bytes:
     return file.getvalue()
 
 
-def _function(module: str, name: str, key: str) -> Any:
+def _function(module: str, name: str, key: str, digest: str) -> Any:
     x = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    x.hash = key  # type: ignore[attr-defined]
+    if _digest(x) != digest:
+        raise RuntimeError(f"{module}.{name} differs from that of the parent")
+    x.hash = key
     return x
 
 
-def serve(started: float) -> None:
-    """Compile what the parent sends until it ends.
+def _digest(x: Any) -> str:
+    """Hash what a JIT function compiles: its source, those of the functions that it calls, and their constants."""
+    return hashlib.sha256(repr(sorted(_content(x, {}).items())).encode()).hexdigest()
 
-    Args: started: time before the parent read the source files of the kernels.
-    """
-    connection, fork = Connection(os.dup(0)), get_context("fork")
-    running: dict[Any, tuple[int, Any]] = {}  # number of the job and process, by what `wait` returns when it ends
+
+def _content(x: Any, found: dict[str, str]) -> dict[str, str]:
+    name = f"{x.__module__}.{x.__qualname__}"
+    if name not in found:
+        found[name] = f"{x.starting_line_number} {x.src}"
+        scope = x.get_capture_scope()
+        for word in (*x.fn.__code__.co_names, *x.fn.__code__.co_freevars):
+            value = scope.get(word)
+            if isinstance(value, JITCallable):
+                found[f"{name}:{word}"] = f"{value.__module__}.{value.__qualname__}"
+                _content(value, found)
+            elif isinstance(value, constexpr):
+                found[f"{name}:{word}"] = repr(value)
+    return found
+
+
+def serve() -> None:
+    """Compile what the parent sends until it ends."""
+    connection = Connection(os.dup(0))
     triton_key()  # hashes Triton's library in half a second, here once for all children
+    try:
+        _serve(connection)
+    except (EOFError, OSError):  # the parent has ended
+        os.killpg(0, signal.SIGKILL)
+
+
+def _serve(connection: Connection) -> None:
+    fork = get_context("fork")
+    running: dict[Any, tuple[int, Any]] = {}  # number of the job and process, by what `wait` returns when it ends
     while True:
         for ready in wait([connection, *running]):
             if ready is not connection:
@@ -187,34 +234,24 @@ def serve(started: float) -> None:
                 process.join()
                 connection.send((number, f"exit code {process.exitcode}" if process.exitcode else ""))
                 continue
+            number, job = connection.recv()
             try:
-                number, job = connection.recv()
-            except (EOFError, OSError):
-                os.killpg(0, signal.SIGKILL)
-            try:
-                environment, src, target, options = pickle.loads(job)
-                _check_sources(started)
-                make_backend(target).hash()  # calls ptxas for its version, once
+                work = pickle.loads(job)
+                make_backend(work[-2]).hash()  # calls ptxas for its version, once
+                process = fork.Process(target=_compile, args=(connection, *work))
+                process.start()
+                running[process.sentinel] = number, process
             except Exception as error:
                 connection.send((number, repr(error)))
-                continue
-            process = fork.Process(target=_compile, args=(connection, environment, src, target, options))
-            process.start()
-            running[process.sentinel] = number, process
 
 
-def _check_sources(started: float) -> None:
-    """Raise if a source file changed after the parent read it: the parent's cache keys are those of the older file."""
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if name.partition(".")[0] == _PACKAGE and path is not None and os.stat(path).st_ctime > started:
-            raise RuntimeError(f"{path} changed")
-
-
-def _compile(connection: Connection, environment: dict[str, str], src: Any, target: Any, options: Any) -> None:
+def _compile(
+    connection: Connection, environment: dict[str, str], folder: str, src: Any, target: Any, options: Any
+) -> None:
     from triton.compiler import compile
 
     connection.close()
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))  # kernels may ask for it

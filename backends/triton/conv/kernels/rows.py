@@ -4,8 +4,8 @@ A row is [R, BC]: one token of each of R strips, BC channels. Rows that wait for
 in a register. See short_conv.py.
 
 Triton's coalescing pass takes a time in proportion to the number of loads and stores times the square of the number of
-operations, but skips those whose pointers are carried by a loop. So a few loads in a row are a loop that carries the
-pointer and a tuple that it shifts. LLVM unrolls it.
+operations, but skips those whose pointers are carried by a loop. So consecutive loads are a loop that carries the
+pointer and a tuple that it shifts. LLVM unrolls it if there are few taps.
 """
 
 import triton
@@ -108,7 +108,7 @@ def load_gradient(pointers, low, high, row, in_channels):
 
 @triton.jit
 def load_gradients(dy, dy_offset, low, high, i, in_channels, COUNT: tl.constexpr, traits: tl.constexpr):
-    """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed."""
+    """Load rows i, i - 1, ..., i - COUNT + 1 of dy, packed. COUNT is at least 1."""
     rows = empty_rows(dy.dtype.element_ty, COUNT, traits)
     pointers = dy + dy_offset + i * traits.CHANNELS
     for u in range(COUNT):
@@ -136,7 +136,7 @@ def load_start(pointers, t, high, row, traits: tl.constexpr):
 def load_starts(sequence_starts, t, high, i, COUNT: tl.constexpr, traits: tl.constexpr):
     """Load the rows [R] at which the sequences of rows i, i - 1, ... start.
 
-    Starts of a loop would have a layout that each use of them converts.
+    Loaded in a loop, the starts would get a layout that each use must convert.
     """
     starts = ()
     for u in tl.static_range(COUNT):
