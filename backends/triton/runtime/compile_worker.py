@@ -190,7 +190,7 @@ def _function(module: str, name: str, key: str, digest: str) -> Any:
     x = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     if _digest(x) != digest:
         raise RuntimeError(f"{module}.{name} differs from that of the parent")
-    x.hash = key
+    x.hash = key  # type: ignore[attr-defined]
     return x
 
 
