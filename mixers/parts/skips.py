@@ -68,10 +68,10 @@ class Bonus(OutputPart):
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        wide = state_dtype(o.dtype)
-        q, k, v = (x.to(wide) for x in (arguments.inputs.q, arguments.inputs.k, arguments.inputs.v))
-        weight = (q * self.u * k).sum(-1, keepdim=True)
-        return (o + weight * v).to(o.dtype), None
+        # q, k and v are not converted before: the backward would keep them in float32, too
+        u = self.u.to(state_dtype(o.dtype))
+        weight = (arguments.inputs.q * u * arguments.inputs.k).sum(-1, keepdim=True)
+        return (o + weight * arguments.inputs.v).to(o.dtype), None
 
 
 class Feedthrough(nn.Module):

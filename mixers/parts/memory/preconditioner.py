@@ -153,8 +153,9 @@ class EraseAsPair(OperandPart):
     ) -> tuple[UpdateInputs, Tensor | None]:
         assert inputs.log_decay is not None and inputs.beta is not None and inputs.erase_key is not None
         dtype, groups = state_dtype(inputs.k.dtype), inputs.v.shape[2] // inputs.k.shape[2]
-        key, erase = (y.repeat_interleave(groups, 2).to(dtype) for y in (inputs.k, inputs.erase_key))
+        # k, e and v are not converted before: the backward would keep them in float32, too
+        key, erase = (y.repeat_interleave(groups, 2) for y in (inputs.k, inputs.erase_key))
         beta = inputs.beta.to(dtype)[..., None]
-        a, b, v = inputs.log_decay.to(dtype).exp() * erase, -beta * key, beta * inputs.v.to(dtype)
+        a, b, v = inputs.log_decay.to(dtype).exp() * erase, -beta * key, beta * inputs.v
         a, b, v = (y.to(inputs.v.dtype) for y in (a, b, v))
         return inputs._replace(a=a, b=b, v=v, beta=None, erase_key=None), None
