@@ -9,11 +9,14 @@ from torch.utils._pytree import tree_leaves
 
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.update import registry
-from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.base import Backend, UpdateInputs
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.delta_mixer import DeltaMixer
-from deltazoo.mixers.core.mixer import Mixer, MixerConfig, Place
+from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place
+from deltazoo.mixers.core.part import HeadShape, OutputArguments
 from deltazoo.mixers.mom import Router
+from deltazoo.mixers.parts.memory.preconditioner import EraseAsPair
+from deltazoo.mixers.parts.skips import Bonus
 from deltazoo.mixers.path_attention import PathAttention
 from deltazoo.mixers.raven import Raven
 
@@ -34,6 +37,23 @@ def test_every_parameter_gets_a_gradient(mixer: Mixer, x: Tensor) -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("part", ["bonus", "pair"])
+def test_products_with_gates_keep_operands_of_16_bits_for_the_backward(part: str) -> None:
+    q, k, v, e = (torch.randn(2, 5, 3, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    gate = torch.rand(2, 5, 3, 4, requires_grad=True)
+    inputs = UpdateInputs(q, k, v, log_decay=-gate, beta=gate[..., 0], erase_key=e)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(y) or y, lambda y: y):
+        if part == "pair":
+            EraseAsPair()(q, inputs, None, Context())
+        else:
+            bonus = Bonus(HeadShape(12, 3, 3, 4, 4), 0.3)
+            bonus(torch.randn_like(v), OutputArguments(q, inputs, inputs), None, Context())
+    copies = [y for y in saved if any(y.shape == x.shape and torch.equal(y, x.float()) for x in (q, k, v, e))]
+    assert copies
+    assert {y.dtype for y in copies} == {torch.bfloat16}
 
 
 def seed_of(config: MixerConfig) -> int:
