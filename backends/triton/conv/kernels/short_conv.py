@@ -296,19 +296,13 @@ def short_conv_backward_kernel(
     dy_rows = row_pointers(dy + dy_offset + i * traits.CHANNELS, traits.CHANNELS, GROUP)
     dx_rows = row_pointers(dx + dx_offset + (end - 1) * dx_stride, dx_stride, GROUP)
     start_rows = row_pointers(start_pointers(sequence_starts, t, i, traits), 1, GROUP)
-    later = ()
-    for _ in tl.static_range(W - 1):
-        later = later + (zero,)
-    sums = ()
-    for _ in tl.static_range(W + 1):
-        sums = sums + (zero,)
+    later = copies(zero, W - 1)
+    sums = copies(zero, W + 1)
     for g in range(0, end, GROUP):
         if AFTER > 0 and g == AFTER:
             # The barrier and values that are no constants keep the branch: compilers would make selects of it.
             tl.debug_barrier()
-            sums = ()
-            for _ in tl.static_range(W + 1):
-                sums = sums + (zero + (g - AFTER),)
+            sums = copies(zero + (g - AFTER), W + 1)
         for u in tl.static_range(GROUP):
             i = end - 1 - g - u
             rows = recent + (unpack(ahead[0], x.dtype.element_ty),)
