@@ -68,7 +68,7 @@ class Bonus(OutputPart):
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        # q, k and v are not converted before: the backward would keep them in float32, too
+        # q, k and v keep their dtype: of operands converted to float32, the backward would save the converted copies
         u = self.u.to(state_dtype(o.dtype))
         weight = (arguments.inputs.q * u * arguments.inputs.k).sum(-1, keepdim=True)
         return (o + weight * arguments.inputs.v).to(o.dtype), None

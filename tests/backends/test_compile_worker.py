@@ -1,4 +1,4 @@
-"""The compile worker compiles into the cache what this process then reads; what it cannot, the thread compiles."""
+"""The worker process that compiles kernels into Triton's cache, and the compilation in threads where it cannot."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def foreign_kernel(x):
 
 @pytest.fixture
 def hopper(monkeypatch, tmp_path):
-    """An empty cache, a driver that only knows its target, and a list of the functions translated in this process."""
+    """Replace the cache by an empty one and the driver by its target; list the functions that Triton translates."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -109,7 +109,7 @@ def zero_rows_by(worker, block=32):
 
 
 def launches(monkeypatch, body, *arguments):
-    """The kernels that a body would launch on a Hopper GPU, and the functions that compile them, by name."""
+    """Return the kernels that a body would launch on a Hopper GPU, and the functions that compile them, by name."""
     found = {}
     monkeypatch.setattr(
         precompile, "compile_kernel", lambda key, kernel, warm_up: found.update({kernel.__name__: (kernel, warm_up)})

@@ -1,10 +1,10 @@
 """Compile kernels in another process, into Triton's cache on disk.
 
 Triton translates a kernel to its IR in Python, which takes 0.3 s per kernel and holds the GIL, while torch.compile
-traces in the same process. The worker is a process without torch and CUDA that imports the kernels' modules and forks a
-child for each kernel. The thread that wants the kernel waits, and then reads it from the cache. What the worker cannot
-compile, the thread compiles: kernels of other packages, kernels whose source or constants differ from those that the
-worker imports, and whatever fails.
+traces in the same process. The worker process imports the kernels' modules, but neither torch nor CUDA, and forks a
+child process for each kernel. A thread that needs a kernel waits for the worker, and then loads the kernel from the
+cache. The thread itself compiles kernels of other packages, kernels whose source or constants differ from those in the
+worker, and kernels that fail to compile in the worker.
 
 This module relies on `JITFunction.compile`, on `ASTSource` and on the cache keys of Triton. Tested with Triton 3.6 and
 3.7.1. `ENABLED = False` compiles in the threads. After its start, the worker reads only the pipe from its parent.
@@ -47,7 +47,7 @@ _lock = threading.Lock()  # the first read of `kernel.device_caches` for a devic
 
 
 class CompileWorker:
-    """The process, which starts with the first kernel and ends with its parent, and the kernels that it compiles."""
+    """The worker process, which starts with the first kernel and ends with its parent, and its pending kernels."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -104,7 +104,7 @@ class CompileWorker:
         program = _SERVER.format(path=[x for x in sys.path if isinstance(x, str)], module=__name__)
         self._connection, other = Pipe()
         with other:
-            # A session of its own: Ctrl-C stops this process only, and the worker ends with all its children.
+            # In a new session, Ctrl-C does not interrupt the worker, and `_kill` ends all its children.
             self.process = subprocess.Popen([python, "-c", program], stdin=other.fileno(), start_new_session=True)
         threading.Thread(target=self._receive, name="deltazoo-compile-results", daemon=True).start()
 
@@ -124,7 +124,7 @@ class CompileWorker:
 
 @contextmanager
 def compiled_by(worker: CompileWorker | None, kernel: Any, device: int) -> Iterator[None]:
-    """Let the worker compile what this thread compiles of a kernel. device: the index of the current device."""
+    """Compile a kernel by the worker when this thread asks Triton for it. device: index of the current device."""
     with _lock:
         _ = kernel.device_caches[device]
         if not isinstance(kernel.compile, _Compile):

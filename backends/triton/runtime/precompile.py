@@ -2,10 +2,10 @@
 
 While torch.compile traces a graph, the fake implementation of an operator only computes shapes. With `compiled_ahead`
 the body of the operator also runs, in a thread and on meta tensors, and `launcher` submits each kernel to a pool of
-threads instead of launching it. The threads let another process compile it (compile_worker.py). A later launch waits if
-its kernel is still being compiled. If the body fails, nothing is compiled ahead. Measured on a gated DeltaNet
-layer (H200, 16 cores): first training step 24 -> 17 s; with a later version 18.3 -> 11.9 s. Tested with torch 2.11 /
-Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE = False` disables it.
+threads instead of launching it. The threads pass it to another process, which compiles it (compile_worker.py). A later
+launch waits if its kernel is still being compiled. If the body fails, nothing is compiled ahead. Measured on a gated
+DeltaNet layer (H200, 16 cores): first training step 24 -> 17 s; with a later version 18.3 -> 11.9 s. Tested with torch
+2.11 / Triton 3.6 and torch 2.13 / Triton 3.7.1. `PRECOMPILE = False` disables it.
 """
 
 import functools
@@ -14,11 +14,14 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+
+if TYPE_CHECKING:  # it imports Triton
+    from deltazoo.backends.triton.runtime.compile_worker import CompileWorker
 
 PRECOMPILE = True
 _THREADS = min(16, os.cpu_count() or 1)
@@ -41,7 +44,7 @@ tracing = _Tracing()
 
 
 class _Pool:
-    """The threads and the process that compile, the traced calls' keys, and the kernels that were submitted."""
+    """The threads and the worker process, the keys of the traced calls, and the submitted kernels."""
 
     def __init__(self) -> None:
         self.tracer = ThreadPoolExecutor(1, "deltazoo-trace")
@@ -49,7 +52,7 @@ class _Pool:
         self.traced: set[Hashable] = set()
         self.traces: set[Future[None]] = set()
         self.kernels: dict[Hashable, Future[None]] = {}
-        self.worker: Any = None
+        self.worker: CompileWorker | None = None
 
 
 _pool = _Pool()
@@ -130,7 +133,7 @@ def device_of(x: Tensor) -> torch.device:
     return x.device if tracing.device is None else tracing.device
 
 
-def _compile(device: torch.device, kernel: Any, warm_up: Callable[[], Any], worker: Any) -> None:
+def _compile(device: torch.device, kernel: Any, warm_up: Callable[[], Any], worker: "CompileWorker | None") -> None:
     """Compile a kernel and its launcher, C code that Triton 3.6 otherwise compiles at the first launch in 0.3 s."""
     from triton.runtime import driver
 

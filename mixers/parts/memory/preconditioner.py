@@ -153,7 +153,7 @@ class EraseAsPair(OperandPart):
     ) -> tuple[UpdateInputs, Tensor | None]:
         assert inputs.log_decay is not None and inputs.beta is not None and inputs.erase_key is not None
         dtype, groups = state_dtype(inputs.k.dtype), inputs.v.shape[2] // inputs.k.shape[2]
-        # k, e and v are not converted before: the backward would keep them in float32, too
+        # k, e and v keep their dtype: of operands converted to float32, the backward would save the converted copies
         key, erase = (y.repeat_interleave(groups, 2) for y in (inputs.k, inputs.erase_key))
         beta = inputs.beta.to(dtype)[..., None]
         a, b, v = inputs.log_decay.to(dtype).exp() * erase, -beta * key, beta * inputs.v

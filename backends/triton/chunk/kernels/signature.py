@@ -14,7 +14,7 @@ def takes(pointers: str, traits: str) -> Callable[[Any], Any]:
     def declare(kernel: Any) -> Any:
         kernel.Pointers = namedtuple("Pointers", pointers)
         kernel.Traits = namedtuple("Traits", traits)
-        for fields in (kernel.Pointers, kernel.Traits):  # where pickle finds them
+        for fields in (kernel.Pointers, kernel.Traits):  # pickle finds a class by its module and qualified name
             fields.__module__, fields.__qualname__ = kernel.__module__, f"{kernel.__name__}.{fields.__name__}"
         return kernel
 

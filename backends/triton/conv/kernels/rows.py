@@ -4,8 +4,8 @@ A row is [R, BC]: one token of each of R strips, BC channels. Rows that wait for
 in a register. See short_conv.py.
 
 Triton's coalescing pass takes a time in proportion to the number of loads and stores times the square of the number of
-operations, but skips those whose pointers are carried by a loop. So consecutive loads are a loop that carries the
-pointer and a tuple that it shifts. LLVM unrolls it if there are few taps.
+operations, but skips those whose pointers are carried by a loop. Consecutive loads are therefore written as a loop that
+carries the pointer and a tuple of the loaded rows. LLVM unrolls the loop if there are few taps.
 """
 
 import triton
