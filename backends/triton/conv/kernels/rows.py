@@ -153,12 +153,11 @@ def select_inputs(
     In a pack, inputs before the start of the row's sequence come from the history, or are zero.
     """
     W: tl.constexpr = traits.W
-    inputs = rows
-    if traits.PACKED and W > 1:
-        age = i - start
-        older = rows[1:]
-        for j in range(1, W):
-            x_j = older[0]
+    age = i - start
+    inputs = ()
+    for j in tl.static_range(W):
+        x_j = rows[j]
+        if traits.PACKED and j > 0:
             past = tl.zeros_like(x_j)
             if traits.HISTORY:
                 in_history = (age < j) & (i < high)
@@ -166,6 +165,5 @@ def select_inputs(
                 at = history_offset + ((n * (W - 1) + age - j) * traits.C)[:, None]
                 past = tl.load(history + at, mask=in_history[:, None] & in_channels, other=0.0).to(tl.float32)
             x_j = tl.where((age < j)[:, None], past, x_j)
-            older = older[1:] + (x_j,)
-        inputs = rows[:1] + older
+        inputs = inputs + (x_j,)
     return inputs
