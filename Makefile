@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 LAYERS := backends mixers blocks integrations cli
 OLDEST := torch==2.11.0 triton==3.6.0 "setuptools>=77,<82"
 BASELINE := tests/bench/baseline
-INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element triton_fast_weights prefetch rounding triton_attention triton_adamw triton_cross_entropy triton_glu triton_norm triton_least_squares triton_rotary triton_path triton_levels triton_hopper hopper_numbers carried short_conv fused_step precompile triton_gemv decode_layers latent_attention selective_step rotating_step wkv_step rg_lru_step normalised_step softmax_slots_step tempered_step routed_slots_step rwkv_step token_steps fused_verify latent_steps latent_token paged_attention preconditioned_step ttt_token long_conv implicit_filter hyena_step expert_step token_attention triton_momentum triton_shared_keys wide_conv prompt_lookup)
+INTERPRETED := $(patsubst %,tests/backends/test_%.py,triton triton_element triton_fast_weights prefetch rounding triton_attention triton_adamw triton_cross_entropy triton_glu triton_norm triton_least_squares triton_rotary triton_time_softmax triton_path triton_levels triton_hopper hopper_numbers carried short_conv fused_step precompile triton_gemv decode_layers latent_attention selective_step rotating_step wkv_step rg_lru_step normalised_step softmax_slots_step tempered_step routed_slots_step rwkv_step token_steps fused_verify latent_steps latent_token paged_attention preconditioned_step ttt_token long_conv implicit_filter hyena_step expert_step token_attention triton_momentum triton_shared_keys wide_conv prompt_lookup)
 
 # A worker that has no test left takes some of another's.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal

@@ -12,8 +12,10 @@ from torch import Tensor
 from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
 from deltazoo.backends.context_parallel.exchange import connected, states_of_documents
 from deltazoo.backends.context_parallel.plan import ContextPlan
+from deltazoo.backends.ops.time_softmax import TimeSoftmaxCall, refusals, time_softmax
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.varlen import valid_sequence_index
+from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
@@ -39,11 +41,23 @@ def softmax_over_time(raw: Tensor, state: Tensor | None, context: Context) -> tu
     of s over time.
 
     Args: raw: [B, T, C]; state: z before the first token, [N, C].
-    Returns: log a and w, [B, T, C]; the new state, None if `state` is None.
+    Returns: log a, [B, T, C] float32 or float64; w, [B, T, C] of the dtype of raw; the new state, None if `state` is
+        None.
     """
-    score = raw.clamp(-SCORE_BOUND, SCORE_BOUND)
+    if raw.shape[1] == 1:
+        reasons = ["Inductor fuses the weights of a single token with neighbouring operations."]
+    elif context.parallel is not None:
+        reasons = ["the plain form adds the sums of the ranks before."]
+    elif context.mask is not None:
+        reasons = ["the plain form leaves padding out of the sums."]
+    else:
+        reasons = refusals(raw)
+    if runs_by_kernel("softmax over time", reasons):
+        log_decay, w, last = time_softmax(TimeSoftmaxCall(raw, state, context.cu_seqlens, SCORE_BOUND, INITIAL))
+        return log_decay, w, None if state is None else write_back(state, last)
+    score = raw.to(state_dtype(raw.dtype)).clamp(-SCORE_BOUND, SCORE_BOUND)
     z, previous_z, new_state = running_logsumexp(score, state, context)
-    return clamp_nonpositive(previous_z - z), (score - z).exp(), new_state
+    return clamp_nonpositive(previous_z - z), (score - z).exp().to(raw.dtype), new_state
 
 
 def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:

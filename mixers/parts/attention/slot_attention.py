@@ -72,11 +72,11 @@ class SlotKeyPass(OperandPart, ResizesHeads, MapsInput, ABC):
     def strengths(
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log a and w, [B, T, H M], and the new state. Args: raw: W x, float32 or float64."""
+        """Return log a and w, [B, T, H M], and the new state. Args: raw: W x."""
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:
         raw = context.apply(self.proj, x)
-        log_decay, write, new_state = self.strengths(raw.to(state_dtype(raw.dtype)), inputs, state, context)
+        log_decay, write, new_state = self.strengths(raw, inputs, state, context)
         if self.groups > 1:
             log_decay, write = (
                 repeat(y, "b t (h m) -> b t (h g m)", m=self.slots, g=self.groups) for y in (log_decay, write)
@@ -98,7 +98,7 @@ class GatedSlots(SlotKeyPass):
     def strengths(
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        log_decay = F.logsigmoid(raw) / self.temperature
+        log_decay = F.logsigmoid(raw.to(state_dtype(raw.dtype))) / self.temperature
         return log_decay, -torch.expm1(log_decay), None
 
     def extra_repr(self) -> str:
@@ -125,7 +125,7 @@ class RoutedSlots(SlotKeyPass, TokenStep):
         self, raw: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert inputs.log_decay is not None  # the config has a decay part before this one
-        raw = torch.unflatten(raw, -1, (self.heads, self.slots))
+        raw = torch.unflatten(raw.to(state_dtype(raw.dtype)), -1, (self.heads, self.slots))
         score = raw.sigmoid() if self.score == "sigmoid" else raw.softmax(-1)
         is_active = _first_largest(raw.detach(), self.active)
         route = score.where(is_active, 0.0)

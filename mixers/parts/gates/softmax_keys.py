@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
 from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
@@ -35,5 +35,5 @@ class SoftmaxKeys(OperandPart, Stateful):
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
     ) -> tuple[UpdateInputs, Tensor | None]:
         k = inputs.k
-        log_decay, keys, new_state = softmax_over_time(k.flatten(2).to(state_dtype(k.dtype)), state, context)
-        return inputs._replace(k=keys.view(k.shape).to(k.dtype), log_decay=log_decay.view(k.shape)), new_state
+        log_decay, keys, new_state = softmax_over_time(k.flatten(2), state, context)
+        return inputs._replace(k=keys.view(k.shape), log_decay=log_decay.view(k.shape)), new_state
