@@ -169,6 +169,8 @@ def _exponential_step(call: TokenCall) -> _Step | None:
     assert isinstance(norm, HeadNorm) and isinstance(output_gate, OutputGate)
     if norm.weight is None or norm.bias is not None or norm.groups != gates.heads:
         return None
+    if not adds_to_product(gates.proj, call.x):
+        return None
     return _Step(
         "exponential", {"raw": gates.proj, "gate": output_gate.proj}, gates.proj.bias,
         call.state_of(gates), None, None, norm.kind, norm.weight, norm.eps, output_gate.activation,

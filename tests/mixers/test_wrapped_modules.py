@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deltazoo.backends.context_parallel.heads import HeadShare
 from deltazoo.backends.io.errors import DtypeError
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.mixers import Hyena, MixerConfig
 from deltazoo.mixers.core.activations import activation_like
@@ -178,6 +179,25 @@ def test_kernel_of_a_norm_is_used_only_for_plain_rms_norms(monkeypatch: pytest.M
     offloaded = norms.RMSNorm(8)
     wrapping.offload(offloaded)
     assert torch.equal(norms.add_and_normalize(offloaded, x, None)[1], norms.RMSNorm(8)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_on_a_gpu_read_no_wrapped_weight(one_of_each: MixerConfig, dtype: torch.dtype) -> None:
+    """Runs the launch code on meta tensors. The wrappers have no bias."""
+    pytest.importorskip("triton", reason="the kernels need the package triton")
+    from deltazoo.backends.triton.runtime.simulation import simulated_launches
+
+    with torch.device("meta"):
+        mixer = one_of_each.build(WIDTH).to(dtype)
+        wrapping.replace(mixer, wrapping.Adapted)
+        x = torch.empty(2, 1, WIDTH, dtype=dtype)
+    called: set[nn.Module] = set()
+    wrappers = [module for module in mixer.modules() if isinstance(module, wrapping.Adapted)]
+    for wrapper in wrappers:
+        wrapper.register_forward_hook(lambda module, *_: called.add(module))
+    with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
+        mixer(x, mixer.init_state(2, T))
+    assert called == set(wrappers)
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.selective_step import MAX_STATES, SelectiveCall, selective_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
+from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, reads_weight
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -97,9 +97,9 @@ class SelectiveOperands(OperandPart, TokenStep):
         project, _, _, skip, output_gate = call.parts.values()
         assert isinstance(skip, Skip) and isinstance(output_gate, OutputGate) and isinstance(project, ChannelProjection)
         states, step, x = call.states["update"][..., 0], self.to_step, call.x
-        if output_gate.activation != "silu" or states.shape[2] > MAX_STATES or self.proj.bias is not None:
+        if output_gate.activation != "silu" or states.shape[2] > MAX_STATES:
             return None
-        if not adds_to_product(self.proj, x) or not adds_to_product(step, x):
+        if not reads_weight(self.proj, x) or not adds_to_product(step, x):
             return None
         if not project.convolves_plainly():
             return None
