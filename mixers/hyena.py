@@ -22,6 +22,7 @@ from deltazoo.backends.update.base import Backend, state_dtype, without_autocast
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.backends.update.watch import record_call, runs_by_kernel
 from deltazoo.mixers.core.decode_maps import apply_output
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import token_counts
 from deltazoo.mixers.core.state import write_back
@@ -115,7 +116,7 @@ class LongConv(nn.Module, CachingFilter, FilterStep):
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.frequency)
-        nn.init.normal_(self.bias)
+        fill_normal(self.bias)
 
     def init_state(self, batch: int, like: Tensor, capacity: int | None) -> dict[str, Tensor]:
         history = like.new_zeros(batch, required_capacity(capacity), self.bias.shape[0])

@@ -19,7 +19,7 @@ from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.backends.update.varlen import sequence_index
 from deltazoo.mixers.core.config import dump, parse
 from deltazoo.mixers.core.delta_mixer import DeltaMixer, can_group
-from deltazoo.mixers.core.initialization import build_in_any_order
+from deltazoo.mixers.core.initialization import build_in_any_order, fill_normal
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, MixerConfig, MixerOutput, Place, State
 from deltazoo.mixers.core.named_tensors import NamedTensors
 from deltazoo.mixers.core.part import HeadShape, Routed, active_parameters
@@ -156,7 +156,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        fill_normal(self.weight, std=0.02)
 
     def forward(self, x: Tensor, context: Context) -> Routes:
         """Route x [B, T, D] and compute the auxiliary losses. Tokens that belong to no sequence get no memory."""

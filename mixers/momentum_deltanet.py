@@ -14,6 +14,7 @@ from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.activations import activation_like
 from deltazoo.mixers.core.calls import call_part
 from deltazoo.mixers.core.decode_maps import apply_maps, apply_output, is_step
+from deltazoo.mixers.core.initialization import fill_log_uniform
 from deltazoo.mixers.core.input_maps import input_maps, mapped_classes
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.part import HasBackend, HeadShape, MapsInput, OutputArguments
@@ -145,7 +146,7 @@ class MomentumGates(nn.Module, MapsInput):
     def reset_parameters(self) -> None:
         for parameter, high in ((self.A_log, 16.0), (self.A_mu_log, 16.0), (self.f_log, 4.0), (self.d_log, 1.0)):
             if parameter is not None:
-                parameter.uniform_(0, high).clamp_(min=2**-24).log_()  # a draw may be 0
+                fill_log_uniform(parameter, 0.0, high)
         init_dt_bias(self.alpha_bias)
         init_dt_bias(self.mu_bias)
 

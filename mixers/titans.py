@@ -17,6 +17,7 @@ from deltazoo.backends.ops.fast_weights.neural_memory_chunks import MemoryOperan
 from deltazoo.backends.ops.short_conv import ConvPart
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.decode_maps import apply_output, apply_to_input
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
 from deltazoo.mixers.families.filter import FilterConfig
@@ -120,7 +121,7 @@ class InitialMemory(nn.Module):
 
     def reset_parameters(self) -> None:
         for layer in self.parameters():
-            nn.init.normal_(layer, std=layer.shape[1] ** -0.5)
+            fill_normal(layer, std=layer.shape[1] ** -0.5)
 
     def forward(self) -> list[Tensor]:
         """Return copies, which stay valid when FSDP2 or an offload hook frees the parameters after the call."""

@@ -18,6 +18,7 @@ from deltazoo.backends.triton.fast_weights.token_op import MAX_BATCH, MAX_WIDTH,
 from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, state_dtype
 from deltazoo.mixers.core.decode_maps import apply_maps, apply_output, apply_to_input, is_step
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.sequences import positions
 from deltazoo.mixers.families.fast_weights import FastWeightMixer, resolve_heads
@@ -88,7 +89,7 @@ class TTTLinearMixer(FastWeightMixer):
 
     def reset_parameters(self) -> None:
         for weight in (self.to_rate.weight, self.W):
-            nn.init.normal_(weight, std=0.02)
+            fill_normal(weight, std=0.02)
         for zero in (self.to_rate.bias, self.b, self.bias, self.place_rate):
             nn.init.zeros_(zero)
         nn.init.ones_(self.gain)

@@ -19,7 +19,7 @@ from deltazoo.backends.update.base import state_dtype, without_autocast
 from deltazoo.blocks.model.mlp import Dense, DenseMlp, HiddenWidth, Mlp, MlpOutput
 from deltazoo.mixers.core.decode_maps import reads_weight
 from deltazoo.mixers.core.grouped_linear import GroupedLinear, group_rows
-from deltazoo.mixers.core.initialization import drawn_in_float32
+from deltazoo.mixers.core.initialization import drawn_in_float32, fill_normal
 from deltazoo.mixers.core.losses import AuxiliaryLoss
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Routed
@@ -122,7 +122,7 @@ class ExpertRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        fill_normal(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -37,7 +37,7 @@ from deltazoo.blocks.model.mlp import Mlp
 from deltazoo.mixers.core.activations import activation_like, compute_device
 from deltazoo.mixers.core.decode_maps import apply_map
 from deltazoo.mixers.core.grouped_linear import GroupedLinear
-from deltazoo.mixers.core.initialization import init_weights
+from deltazoo.mixers.core.initialization import fill_normal, init_weights
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import as_context
@@ -362,20 +362,20 @@ class LanguageModel(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights whose scale this class sets. The others keep the initialisation of their module."""
         residual_std = 0.02 / (2 * len(self.stack.layers)) ** 0.5
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        fill_normal(self.embedding.weight, std=0.02)
         if self.head is not None:
-            nn.init.normal_(self.head.weight, std=0.02)
+            fill_normal(self.head.weight, std=0.02)
         for layer in dict.fromkeys(self.stack.layers):  # a shared layer is repeated in the stack
             mlps = [] if layer.mlp is None else [m for m in layer.mlp.modules() if isinstance(m, Mlp)]
             for mlp in mlps:
                 to_hidden = getattr(mlp, "to_hidden", None)
                 if isinstance(to_hidden, nn.Linear | GroupedLinear):
-                    nn.init.normal_(to_hidden.weight, std=0.02)
+                    fill_normal(to_hidden.weight, std=0.02)
             for module in (*layer.mixers, *mlps):
                 out = getattr(module, "out", None)
                 has_own_scale = getattr(module, "output_std", None) is not None
                 if isinstance(out, nn.Linear | GroupedLinear) and not has_own_scale:
-                    nn.init.normal_(out.weight, std=residual_std)
+                    fill_normal(out.weight, std=residual_std)
 
     def _check_targets(self, tokens: Tensor, targets: Tensor) -> None:
         self._check_tokens("targets", targets)

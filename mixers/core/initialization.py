@@ -41,6 +41,30 @@ def init_weights(module: nn.Module) -> None:
                 )
 
 
+@torch.no_grad()
+def fill_normal(x: Tensor, std: float = 1.0) -> None:
+    """Fill x with draws from N(0, std^2).
+
+    Meta tensors, which have no values, stay as they are: torch would import its compiler, which takes 2 s.
+    """
+    if not x.is_meta:
+        x.normal_(std=std)
+
+
+@torch.no_grad()
+def fill_log_uniform(x: Tensor, low: float, high: float) -> None:
+    """Fill x with log u, u uniform in [low, high] and at least 2^-24, because a draw may be 0; as `fill_normal`."""
+    if not x.is_meta:
+        x.uniform_(low, high).clamp_(min=2**-24).log_()
+
+
+@torch.no_grad()
+def fill_log_range(x: Tensor) -> None:
+    """Fill the last dimension of x with log 1, log 2, ...; as `fill_normal`."""
+    if not x.is_meta:
+        x.copy_(torch.arange(1.0, x.shape[-1] + 1).log())
+
+
 def drawn_in_float32(build: Callable[Arguments, Built]) -> Callable[Arguments, Built]:
     """Decorate a function that builds a module: under a default dtype of 16 bits, build in float32, then round."""
 

@@ -20,6 +20,7 @@ from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import Context
 
 
@@ -341,7 +342,7 @@ class GateLinear(nn.Linear):
 
 def init_normal(linear: nn.Linear, std: float) -> None:
     """Draw the weight of a linear map from N(0, std^2) and set its bias to 0."""
-    nn.init.normal_(linear.weight, std=std)
+    fill_normal(linear.weight, std=std)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
 

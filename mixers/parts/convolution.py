@@ -15,6 +15,7 @@ from deltazoo.backends.ops.short_conv import ConvInputs, ConvPart, shifted_taps
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.dispatch import bind_conv
 from deltazoo.mixers.core.grouped import Groupable, Rows
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasBackend
 from deltazoo.mixers.core.sequences import token_counts
@@ -65,7 +66,7 @@ class ShortConv(Groupable, HasBackend):
         if self.std is None:
             nn.init.uniform_(self.weight, -bound, bound)
         else:
-            nn.init.normal_(self.weight, std=self.std)
+            fill_normal(self.weight, std=self.std)
         if self.bias is not None:
             if self.uniform_bias:
                 nn.init.uniform_(self.bias, -bound, bound)

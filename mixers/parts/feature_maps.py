@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltazoo.backends.update.base import UpdateInputs, state_dtype, without_autocast
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart, ResizesHeads
 
@@ -132,7 +133,7 @@ class RandomFourierFeatures(OperandPart, ResizesHeads, HasFlops):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.G)
+        fill_normal(self.G)
         nn.init.ones_(self.sigma)
 
     def flops(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.update.base import state_dtype
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OutputArguments, OutputPart
 
@@ -86,7 +87,7 @@ class Feedthrough(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.D)
+        fill_normal(self.D)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.D

@@ -313,7 +313,7 @@ def test_benchmark_row_reports_a_missing_package():
     assert "it needs the package fla" in result.rows[1].refused[0]
 
 
-def test_listing_and_explaining_do_not_import_the_packages(tmp_path):
+def test_listing_and_explaining_do_not_import_the_packages_nor_the_compiler(tmp_path):
     for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -321,9 +321,9 @@ def test_listing_and_explaining_do_not_import_the_packages(tmp_path):
         "import json, sys, torch, deltazoo; from deltazoo.blocks.inspect.catalog import catalog; "
         "meta = deltazoo.UpdateMeta('cuda', torch.bfloat16, 2, 2, 128, 128); "
         "verdicts = deltazoo.explain(deltazoo.UpdateSpec(decay='head', beta='head'), meta).verdicts; "
-        "print(json.dumps([[v.backend, v.reasons] for v in verdicts] + "
-        "[[e.name, e.problem] for e in catalog().backends] + "
-        f"[sorted({{n.partition('.')[0] for n in sys.modules}} & {PACKAGES})]))"
+        "rows = [[v.backend, v.reasons] for v in verdicts] + [[e.name, e.problem] for e in catalog().backends]; "
+        "names = {n.partition('.')[0] for n in sys.modules} | {*sys.modules} & {'torch._dynamo'}; "
+        f"print(json.dumps([*rows, sorted(names & {{'torch._dynamo', *{PACKAGES}}})]))"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.grouped import Groupable, Rows
+from deltazoo.mixers.core.initialization import fill_log_range, fill_log_uniform
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import Fusible, HeadShape, LinearPart, MapsInput, OperandPart, Stateful, projection
 from deltazoo.mixers.parts.convolution import ShortConv
@@ -75,9 +76,9 @@ class SoftplusDecay(LinearPart, Groupable, Fusible):
         if self.bound is not None:
             self.A_log.zero_()
         elif self.rates is None:
-            self.A_log.copy_(torch.arange(1.0, self.A_log.shape[0] + 1).log())
+            fill_log_range(self.A_log)
         else:
-            self.A_log.uniform_(*self.rates).clamp_(min=2**-24).log_()  # a draw may be 0
+            fill_log_uniform(self.A_log, *self.rates)
         init_dt_bias(self.dt_bias)
 
     def prepare(self, raw: Tensor, inputs: UpdateInputs) -> UpdateInputs:
@@ -293,6 +294,8 @@ class TiedInputGate(OperandPart):
 @torch.no_grad()
 def init_dt_bias(bias: Tensor) -> None:
     """Fill `bias` with softplus^-1(dt), dt log-uniform in [1e-3, 1e-1] and clamped at 1e-4 from below (Mamba)."""
+    if bias.is_meta:  # as `fill_normal`
+        return
     dt = torch.empty_like(bias).uniform_(math.log(DT_MIN), math.log(DT_MAX)).exp().clamp(min=DT_FLOOR)
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 

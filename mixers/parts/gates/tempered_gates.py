@@ -62,6 +62,8 @@ class TemperedProjection(nn.Module, Stateful, MapsInput, TokenStep):
             nn.init.xavier_uniform_(layer.weight, gain=GAIN)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+        if self.to_g.bias.is_meta:  # as `fill_normal`
+            return
         low, high = map(math.log, DECAY_RANGE)
         g = torch.empty_like(self.to_g.bias, dtype=torch.float32).uniform_(low, high).exp()
         self.to_g.bias.copy_(g + torch.log(-torch.expm1(-g)))

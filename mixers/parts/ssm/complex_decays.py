@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
+from deltazoo.mixers.core.initialization import fill_log_uniform
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult
 from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
@@ -41,10 +42,12 @@ class LRUDecay(OperandPart):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.nu.is_meta:  # as `fill_normal`
+            return
         # not 0 or 1, which a draw may give, and whose logarithms are infinite
         square = torch.empty_like(self.nu).uniform_(self.ring[0] ** 2, self.ring[1] ** 2).clamp_(2**-24, 1 - 2**-24)
         self.nu.copy_((-0.5 * square.log()).log())
-        self.theta.uniform_(0, self.phase).clamp_(min=2**-24).log_()
+        fill_log_uniform(self.theta, 0.0, self.phase)
         self.gamma.copy_(0.5 * torch.log1p(-square))
 
     def forward(self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context) -> OperandResult:

@@ -18,6 +18,7 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
@@ -93,11 +94,11 @@ class DiagonalSSM(nn.Module, FilterStep):
         if self.imaginary is not None:
             lin, inv = math.pi * n, 2 * states / math.pi * (2 * states / (2 * n + 1) - 1)
             self.imaginary.copy_(lin if self.start == "lin" else inv)
-        self.C.normal_()
+        fill_normal(self.C)
         if self.imaginary is not None:
             self.C.mul_(2**0.5)
         self.log_dt.uniform_(math.log(DT_MIN), math.log(DT_MAX))
-        self.skip.normal_()
+        fill_normal(self.skip)
 
     def init_state(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """Return the state before the first token, on the device of `like`."""

@@ -12,6 +12,7 @@ from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.selective_step import MAX_STATES, SelectiveCall, selective_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, reads_weight
+from deltazoo.mixers.core.initialization import fill_log_range
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, OperandPart
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -69,7 +70,7 @@ class SelectiveOperands(OperandPart, TokenStep):
             self.to_step.bias.zero_()
         else:
             init_dt_bias(self.to_step.bias)
-            self.A_log.copy_(torch.arange(1.0, self.A_log.shape[1] + 1).log())
+            fill_log_range(self.A_log)
 
     def forward(
         self, x: Tensor, inputs: UpdateInputs, state: Tensor | None, context: Context
