@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import plain_gradients
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.modes import transform_is_active
 from deltazoo.backends.triton.limits import kernel_refusals
 
 SCRATCH = 64 * 2**20  # bytes of the padded operand of a window of channels
@@ -28,7 +28,7 @@ def long_conv(x: Tensor, kernel: Tensor) -> Tensor:
     Args: x: [B, T, D]; kernel: [S, D] with S >= T, float32 or float64.
     Returns: [B, T, D] in the dtype of the kernel.
     """
-    if not torch.compiler.is_compiling() and functorch_is_active():
+    if not torch.compiler.is_compiling() and transform_is_active():
         return _plain(x, kernel)
     y: Tensor = _LongConv.apply(x, kernel)
     return y

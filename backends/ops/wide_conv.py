@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.modes import transform_is_active
 
 Operator = Callable[..., Any]
 
@@ -25,7 +25,7 @@ def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     Args: x: [B, T, C]; weight: [W, C] by lag, float32 (float64 for float64 x).
     Returns: y [B, T, C] in the dtype of the weight, in which it is computed.
     """
-    if not torch.compiler.is_compiling() and functorch_is_active():
+    if not torch.compiler.is_compiling() and transform_is_active():
         return shifted_sum(x, weight)
     y: Tensor = _convolve(x, weight)
     return y

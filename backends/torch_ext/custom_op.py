@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.torch_ext.devices import is_simulated
 from deltazoo.backends.torch_ext.modes import functorch_is_active
 
@@ -65,6 +67,8 @@ def operator(
 
     @functools.wraps(body)
     def call(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+            _refuse_tangents(name, arguments)
         if torch.compiler.is_compiling() or not DIRECT_CALLS or _operators_are_observed(arguments):
             return overload(*arguments)
         return _observers[-1](name, body, arguments) if _observers else body(*arguments)
@@ -122,6 +126,13 @@ def _operators_are_observed(arguments: tuple[Any, ...]) -> bool:
         or c._autograd._profiler_enabled()
         or (not _PLAIN_TYPES.issuperset(map(type, arguments)) and any(map(_has_tensor_subclass, arguments)))
     )
+
+
+def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
+    """Raise UnsupportedError if an argument has a forward-mode tangent, which the kernels would discard."""
+    tensors = [x for argument in arguments for x in (argument if isinstance(argument, list) else [argument])]
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(f"operator {name!r} has no forward-mode derivative: use torch.autograd.grad or vjp")
 
 
 def _requires_grad(argument: Any) -> bool:

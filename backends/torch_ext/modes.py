@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -12,6 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 def functorch_is_active() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp, functionalize, ...) is running."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def transform_is_active() -> bool:
+    """Whether a torch.func transform is running or forward-mode tangents may exist: kernels have no rules for these."""
+    return functorch_is_active() or forward_ad._current_level >= 0
 
 
 def is_exporting() -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.devices import INTERPRETER, DeviceSpec, device_type, installed_triton
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.modes import transform_is_active
 from deltazoo.backends.torch_ext.trace_constant import constant_in_graphs
 
 _OLDEST_TRITON, _NEWEST_TRITON = (3, 6), (3, 9)
@@ -71,8 +71,8 @@ def current_limits(grad: bool, channel: bool = False) -> tuple[tuple[str, ...], 
 
 def kernel_refusals(x: Tensor) -> list[str]:
     """Say why no kernel beside the update runs on a tensor; [] if they run. For calls also inside torch.compile."""
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        return ["it has no rule for the transforms of torch.func."]
+    if not torch.compiler.is_compiling() and transform_is_active():
+        return ["it has no rule for the transforms of torch.func and forward-mode derivatives."]
     if x.numel() == 0:
         return ["it needs tensors with at least one number."]
     return [*elementwise_refusals(device_type(x), x.device.index, x.dtype)]

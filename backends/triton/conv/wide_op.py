@@ -8,14 +8,14 @@ from torch import Tensor
 
 from deltazoo.backends.ops.wide_conv import backward_fake, differentiable, forward_fake, shifted_sum
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.modes import transform_is_active
 from deltazoo.backends.triton.operands import all_ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 
 
 def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     """As `deltazoo.backends.ops.wide_conv.wide_conv`, not in float64."""
-    if not torch.compiler.is_compiling() and functorch_is_active():
+    if not torch.compiler.is_compiling() and transform_is_active():
         return shifted_sum(x, weight)
     y: Tensor = _convolve(x, weight)
     return y
