@@ -57,7 +57,7 @@ class TimeSoftmaxTraits(NamedTuple):
 
 @triton.jit
 def exponential(x):
-    """Return e^x for |x| < 100 with a relative error of 2e-7: exp2 of a rounded product would have 3e-6."""
+    """Return e^x for |x| <= 87 with a relative error of 2e-7: exp2 of a rounded product would have 3e-6."""
     product = x * _LOG2E
     rest = tl.fma(x, _LOG2E, -product) + x * _LOG2E_REST
     return tl.exp2(product) * (1.0 + rest * _LN2)
@@ -68,7 +68,7 @@ def log_of_rest(w, rest):
     """Return log(1 - w), given rest = 1 - w: below 1/2 from w, whose digits 1 - w would lose."""
     rounded = 1.0 - w
     is_small = w < 0.5
-    log = tl.log(tl.where(is_small, rounded, tl.maximum(rest, _LEAST)))
+    log = tl.log(tl.where(is_small, rounded, tl.where(rest < _LEAST, _LEAST, rest)))  # NaN stays
     log *= tl.where(is_small, w / tl.where(rounded == 1.0, 1.0, 1.0 - rounded), 1.0)
     return tl.where(rounded == 1.0, -w, log)
 
@@ -241,15 +241,16 @@ def sum_after_kernel(sums, state, final, d_final, d_log_decay, after, d_state, c
     n, channel, in_channels = locate_sequence(traits)
     at = tl.cast(n, tl.int64) * traits.D + channel
     total = tl.zeros([BLOCK], tl.float32)
+    d_last = total
     if d_final is not None:
-        z = tl.load(final + at, mask=in_channels, other=0.0)
-        total += tl.load(d_final + at, mask=in_channels, other=0.0) * exponential(-z)
+        d_last = tl.load(d_final + at, mask=in_channels, other=0.0)
+        total += d_last * exponential(-tl.load(final + at, mask=in_channels, other=0.0))
     total = scan_chunks(sums, after, total, n, cu, T, channel, in_channels, True, traits)
     if state is not None:
         start, length = sequence_bounds(n, cu, T, traits.PACKED)
         first = tl.load(d_log_decay + start * traits.D + channel, mask=in_channels & (length > 0), other=0.0)
         z = tl.load(state + at, mask=in_channels, other=0.0)
-        tl.store(d_state + at, total * exponential(z) + first, mask=in_channels)
+        tl.store(d_state + at, tl.where(length > 0, total * exponential(z) + first, d_last), mask=in_channels)
 
 
 @triton.jit(do_not_specialize=["N", "T", "token_stride"])

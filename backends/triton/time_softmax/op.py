@@ -16,10 +16,12 @@ from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
 
+SCORE_BOUND = 32.0  # of |s|: z is then at most 60 for 1e12 tokens
+INITIAL = -80.0  # z before the first token; exp(z) is negligible beside that of any score
 # 4 x 4,096 tokens with 2,048 channels in bfloat16 on an H200, us forward and backward, by chunk, channels and warps:
 # 147 and 184 with 8, 256 and 4; 139 and 252 with 2 warps; 140 and 294 with chunks of 16; 139 and 256 with 512 channels.
-# Tiles of 64 tokens and 32 channels, whose sums cross threads, take 194 and 321; torch's logcumsumexp and running
-# sums for its gradient about 970 and 2,120, from the times of whole layers.
+# Tiles whose sums cross threads take 194 and 321 with 64 tokens, 32 channels and 4 warps, and 284 and 456 with 64
+# channels; torch's logcumsumexp and running sums for its gradient about 970 and 2,120, from the times of whole layers.
 CHUNK = 8
 _CHANNELS = 256  # of a program
 _SCANNED, _ROWS = 16, 256  # channels and chunks of a tile of a program that sums over chunks
@@ -30,16 +32,13 @@ class TimeSoftmaxCall(NamedTuple):
     """The arguments of the forward operator.
 
     Args:
-        raw: [B, T, D]. state: z before the first token, [N, D] float32. None: `initial`.
+        raw: [B, T, D]. state: z before the first token, [N, D] float32. None: `INITIAL`.
         cu_seqlens: [N + 1] int32, the bounds of packed sequences; then B = 1.
-        bound: of |s|.
     """
 
     raw: Tensor
     state: Tensor | None
     cu_seqlens: Tensor | None
-    bound: float
-    initial: float
 
 
 class TimeSoftmaxBackwardCall(NamedTuple):
@@ -66,7 +65,7 @@ class _Launches:
         raw, stride = with_token_stride(call.raw)
         unit, block = math.gcd(stride, 8), min(_CHANNELS, power_of_two(D))
         self.traits = TimeSoftmaxTraits(
-            D, CHUNK, block, unit, call.bound, call.initial, PACKED=call.cu_seqlens is not None, SCANNED=_SCANNED,
+            D, CHUNK, block, unit, SCORE_BOUND, INITIAL, PACKED=call.cu_seqlens is not None, SCANNED=_SCANNED,
             ROWS=_ROWS,
         )  # fmt: skip
         self.stride, self.slots = stride // unit, _slots(call)

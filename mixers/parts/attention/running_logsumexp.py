@@ -3,30 +3,25 @@
 B batch, T time, C channels, N sequences
 """
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deltazoo.backends.context_parallel.carry import first_states, incoming, with_incoming
 from deltazoo.backends.context_parallel.exchange import connected, states_of_documents
 from deltazoo.backends.context_parallel.plan import ContextPlan
-from deltazoo.backends.ops.time_softmax import TimeSoftmaxCall, refusals, time_softmax
+from deltazoo.backends.ops.time_softmax import (
+    INITIAL,
+    SCORE_BOUND,
+    TimeSoftmaxCall,
+    logsumexp_over_time,
+    refusals,
+    time_softmax,
+)
 from deltazoo.backends.update.base import state_dtype
-from deltazoo.backends.update.varlen import valid_sequence_index
 from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
-
-# Bound of |score|. z is then at most 60 for 1e12 tokens.
-SCORE_BOUND = 32.0
-# z before the first token; exp(z) is negligible beside that of any score.
-INITIAL = -80.0
-# Offset between packed sequences: it exceeds the range of the terms, -32 to 60, by the 64 at which even 1e10 smaller
-# terms are below the rounding error of float64.
-SEPARATION = 160.0
 
 
 def initial_logsumexp(batch: int, channels: int, like: Tensor) -> Tensor:
@@ -53,7 +48,7 @@ def softmax_over_time(raw: Tensor, state: Tensor | None, context: Context) -> tu
     else:
         reasons = refusals(raw)
     if runs_by_kernel("softmax over time", reasons):
-        log_decay, w, last = time_softmax(TimeSoftmaxCall(raw, state, context.cu_seqlens, SCORE_BOUND, INITIAL))
+        log_decay, w, last = time_softmax(TimeSoftmaxCall(raw, state, context.cu_seqlens))
         return log_decay, w, None if state is None else write_back(state, last)
     score = raw.to(state_dtype(raw.dtype)).clamp(-SCORE_BOUND, SCORE_BOUND)
     z, previous_z, new_state = running_logsumexp(score, state, context)
@@ -72,42 +67,13 @@ def running_logsumexp(score: Tensor, state: Tensor | None, context: Context) -> 
         return z, previous_z, None if state is None else write_back(state, states_of_documents(last, context.parallel))
     N = score.shape[0] if context.cu_seqlens is None else context.cu_seqlens.shape[0] - 1
     first = initial_logsumexp(N, score.shape[2], score) if state is None else state
-    if context.cu_seqlens is not None:
-        z, previous_z, last = _packed(score, first, context.cu_seqlens)
-    else:
-        if context.mask is not None:  # padding leaves z unchanged; it is at the right
-            score = score.masked_fill(~context.mask[..., None], -torch.inf)
-        if score.shape[1] == 1:
-            z, previous_z = torch.logaddexp(first[:, None], score), first[:, None].clone()
-            return z, previous_z, None if state is None else write_back(state, z[:, 0])
-        all_z = _LogCumSumExp.apply(torch.cat([first[:, None], score], 1))
-        z, previous_z, last = all_z[:, 1:], all_z[:, :-1], all_z[:, -1]
+    if context.mask is not None:  # padding leaves z unchanged; it is at the right
+        score = score.masked_fill(~context.mask[..., None], -torch.inf)
+    if context.cu_seqlens is None and score.shape[1] == 1:
+        z, previous_z = torch.logaddexp(first[:, None], score), first[:, None].clone()
+        return z, previous_z, None if state is None else write_back(state, z[:, 0])
+    z, previous_z, last = logsumexp_over_time(score, first, context.cu_seqlens)
     return z, previous_z, None if state is None else write_back(state, last)
-
-
-class _LogCumSumExp(torch.autograd.Function):
-    """z = torch.logcumsumexp(x, 1) for x [B, T, C] between `INITIAL` and 60, with the gradient
-
-        dx_i = exp(x_i) sum_(t >= i) exp(-z_t) dz_t
-
-    z does not decrease, so that exp does not overflow. torch's gradient computes two logarithms of sums instead, of the
-    positive and of the negative dz.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.logcumsumexp(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, dz: Tensor) -> Tensor:
-        x, z = ctx.saved_tensors
-        return x.exp() * ((-z).exp() * dz).flip(1).cumsum(1).flip(1)
 
 
 def _split_over_ranks(
@@ -117,32 +83,8 @@ def _split_over_ranks(
     if state is None:
         state = initial_logsumexp(plan.documents, score.shape[2], score)
     first = first_states(state, state, plan, INITIAL)
-    last = _packed(score, first, cu_seqlens)[2][plan.tails]
+    last = logsumexp_over_time(score, first, cu_seqlens)[2][plan.tails]
     carried = incoming(connected(last, score), torch.zeros_like(last), torch.add, plan, torch.logaddexp, INITIAL)
     before = with_incoming(first, carried, plan)
-    z, previous_z, last = _packed(score, before, cu_seqlens)
+    z, previous_z, last = logsumexp_over_time(score, before, cu_seqlens)
     return connected(z, before), connected(previous_z, before), last
-
-
-def _packed(score: Tensor, first: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum within each packed sequence, by one sum over all tokens.
-
-    Offsets that rise from one sequence to the next make the terms of earlier sequences negligible. They grow with N, so
-    that the sum is computed in float64. A score that is NaN does not enter the sum, which would pass it to later
-    sequences; the caller's write strength exp(score - z) is NaN all the same.
-    """
-    T = score.shape[1]
-    if not T:
-        return score, score, first
-    wide = torch.float32 if score.device.type == "mps" else torch.float64
-    bounds = cu_seqlens.long()
-    sequence_T = valid_sequence_index(cu_seqlens, T)
-    first_TC = first[sequence_T].to(wide)
-    is_start = (torch.arange(T, device=score.device) == bounds[sequence_T])[:, None]
-    finite_TC = score[0].to(wide).nan_to_num()
-    terms = torch.where(is_start, torch.logaddexp(finite_TC, first_TC), finite_TC)
-    offset = SEPARATION * sequence_T[:, None].to(wide)
-    z = (torch.logcumsumexp(terms + offset, 0) - offset).to(score.dtype)
-    previous_z = torch.where(is_start, first_TC.to(z.dtype), F.pad(z, (0, 0, 1, 0))[:-1])
-    last = torch.where((bounds.diff() > 0)[:, None], z[(bounds[1:] - 1).clamp(min=0)], first)
-    return z[None], previous_z[None], last
