@@ -63,6 +63,8 @@ class ChannelMixer(FilterMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the weights of the token shift."""
+        if self.mix_weight.is_meta:  # as `fill_normal`
+            return
         channel, ratio = torch.arange(self.width) / self.width, 1 - self.place.layer / self.place.depth
         previous = self.config.mix == "previous"
         self.mix_weight.copy_((1 - channel**ratio**4 if previous else channel**ratio).expand_as(self.mix_weight))

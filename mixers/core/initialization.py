@@ -45,7 +45,7 @@ def init_weights(module: nn.Module) -> None:
 def fill_normal(x: Tensor, std: float = 1.0) -> None:
     """Fill x with draws from N(0, std^2).
 
-    Meta tensors, which have no values, stay as they are: torch would import its compiler, which takes 2 s.
+    A meta tensor has no values and is left alone: filling it would make torch import its compiler, which takes 2 s.
     """
     if not x.is_meta:
         x.normal_(std=std)

@@ -322,8 +322,7 @@ def test_listing_and_explaining_do_not_import_the_packages_nor_the_compiler(tmp_
         "meta = deltazoo.UpdateMeta('cuda', torch.bfloat16, 2, 2, 128, 128); "
         "verdicts = deltazoo.explain(deltazoo.UpdateSpec(decay='head', beta='head'), meta).verdicts; "
         "rows = [[v.backend, v.reasons] for v in verdicts] + [[e.name, e.problem] for e in catalog().backends]; "
-        "names = {n.partition('.')[0] for n in sys.modules} | {*sys.modules} & {'torch._dynamo'}; "
-        f"print(json.dumps([*rows, sorted(names & {{'torch._dynamo', *{PACKAGES}}})]))"
+        f"print(json.dumps([*rows, sorted({{*sys.modules}} & {{'torch._dynamo', *{PACKAGES}}})]))"
     )
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     process = subprocess.run(

@@ -50,6 +50,8 @@ class RWKV4Projection(nn.Module, Stateful, TokenStep):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.mix.is_meta:  # as `fill_normal`
+            return
         layer, depth = self.place
         ratio, extra = 1 - layer / depth, 0.3 * layer / max(1, depth - 1)
         channel = torch.arange(self.width) / self.width

@@ -64,7 +64,7 @@ class ToRotatingFrame(OperandPart, Stateful, TokenStep):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.turn is not None and self.theta is not None:
+        if self.turn is not None and self.theta is not None and not self.turn.is_meta:  # as `fill_normal`
             HV = self.turn.shape[0]
             with torch.no_grad():
                 self.turn.copy_(self.theta ** (-2 * (torch.arange(HV) / HV)))

@@ -18,7 +18,6 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
-from deltazoo.mixers.core.initialization import fill_normal
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
@@ -88,17 +87,19 @@ class DiagonalSSM(nn.Module, FilterStep):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.log_real.is_meta:  # as `fill_normal`
+            return
         states = self.log_real.shape[1]
         n = torch.arange(states)
         self.log_real.copy_((torch.full((states,), 0.5) if self.start != "real" else n + 1.0).log())
         if self.imaginary is not None:
             lin, inv = math.pi * n, 2 * states / math.pi * (2 * states / (2 * n + 1) - 1)
             self.imaginary.copy_(lin if self.start == "lin" else inv)
-        fill_normal(self.C)
+        self.C.normal_()
         if self.imaginary is not None:
             self.C.mul_(2**0.5)
         self.log_dt.uniform_(math.log(DT_MIN), math.log(DT_MAX))
-        fill_normal(self.skip)
+        self.skip.normal_()
 
     def init_state(self, batch: int, like: Tensor) -> dict[str, Tensor]:
         """Return the state before the first token, on the device of `like`."""
