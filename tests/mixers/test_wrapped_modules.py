@@ -181,23 +181,30 @@ def test_kernel_of_a_norm_is_used_only_for_plain_rms_norms(monkeypatch: pytest.M
     assert torch.equal(norms.add_and_normalize(offloaded, x, None)[1], norms.RMSNorm(8)(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_on_a_gpu_read_no_wrapped_weight(one_of_each: MixerConfig, dtype: torch.dtype) -> None:
-    """Runs the launch code on meta tensors. The wrappers have no bias."""
+@pytest.mark.parametrize(
+    ("wrapper", "dtype"),
+    [(wrapping.Adapted, torch.float32), (wrapping.Adapted, torch.bfloat16), (wrapping.Packed, torch.bfloat16)],
+    ids=["lora in 32 bits", "lora", "packed"],
+)
+def test_wrapped_maps_are_called_on_a_gpu(
+    one_of_each: MixerConfig, wrapper: type[nn.Module], dtype: torch.dtype
+) -> None:
+    """Whole sequences and decode steps, whose launch code runs on meta tensors. The wrapper of LoRA has no bias."""
     pytest.importorskip("triton", reason="the kernels need the package triton")
     from deltazoo.backends.triton.runtime.simulation import simulated_launches
 
     with torch.device("meta"):
         mixer = one_of_each.build(WIDTH).to(dtype)
-        wrapping.replace(mixer, wrapping.Adapted)
-        x = torch.empty(2, 1, WIDTH, dtype=dtype)
+        wrappers = {*wrapping.replace(mixer, wrapper).values()}
+        x = torch.empty(2, T, WIDTH, dtype=dtype)
     called: set[nn.Module] = set()
-    wrappers = [module for module in mixer.modules() if isinstance(module, wrapping.Adapted)]
-    for wrapper in wrappers:
-        wrapper.register_forward_hook(lambda module, *_: called.add(module))
-    with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
-        mixer(x, mixer.init_state(2, T))
-    assert called == set(wrappers)
+    for module in wrappers:
+        module.register_forward_hook(lambda module, *_: called.add(module))
+    for tokens in (x, x[:, :1]):
+        called.clear()
+        with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
+            mixer(tokens, mixer.init_state(2, T))
+        assert called == wrappers
 
 
 @pytest.mark.cuda

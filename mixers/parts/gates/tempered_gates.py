@@ -122,8 +122,9 @@ class TemperedProjection(nn.Module, Stateful, MapsInput, TokenStep):
 
 def _strengths(k: Tensor, raw_g: Tensor, raw_tau: Tensor) -> tuple[Tensor, Tensor]:
     """Return g^tau k / |k| and -g tau with g = softplus(raw_g) and tau = sigmoid(raw_tau)."""
+    k, raw_g, raw_tau = (y.to(state_dtype(k.dtype)) for y in (k, raw_g, raw_tau))
     g, tau = F.softplus(raw_g), raw_tau.sigmoid()
-    return F.normalize(k.to(state_dtype(k.dtype)), dim=-1) * g**tau, -g * tau
+    return F.normalize(k, dim=-1) * g**tau, -g * tau
 
 
 class ConvolvedSkip(OutputPart):
