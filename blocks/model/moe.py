@@ -216,21 +216,20 @@ class MoEMlp(Mlp, Routed):
 
     def residual_step(self, x_B1D: Tensor, norm: Norm) -> Tensor | None:
         config, router, shared = self.config, self.router, self.shared
-        experts = Experts(self.to_hidden.weight, self.out.weight, config.activation, config.gated)
-        maps: list[nn.Module] = [] if self.shared_gate is None else [self.shared_gate]
-        of_shared = SharedExpert()
-        if shared is not None:
-            if type(shared) is not DenseMlp or not is_plain(shared):
-                return None
-            maps += [shared.to_hidden, shared.out]
-            gate = None if self.shared_gate is None else self.shared_gate.weight
-            of_shared = SharedExpert(shared.to_hidden.weight, shared.out.weight, gate)
         parts = {router: ExpertRouter, self.to_hidden: GroupedLinear, self.out: GroupedLinear}
-        if self.to_latent is not None or config.groups > 1 or expert_step.refusals(x_B1D, experts, config.active):
-            return None
+        if shared is not None:
+            parts[shared] = DenseMlp
         if not all(type(part) is cls and is_plain(part) for part, cls in parts.items()):
             return None
-        if not all(reads_weight(module, x_B1D) for module in maps):
+        maps = [self.shared_gate, *(() if shared is None else (shared.to_hidden, shared.out))]
+        if not all(linear is None or reads_weight(linear, x_B1D) for linear in maps):
+            return None
+        experts = Experts(self.to_hidden.weight, self.out.weight, config.activation, config.gated)
+        of_shared = SharedExpert()
+        if shared is not None:
+            gate = None if self.shared_gate is None else self.shared_gate.weight
+            of_shared = SharedExpert(shared.to_hidden.weight, shared.out.weight, gate)
+        if self.to_latent is not None or config.groups > 1 or expert_step.refusals(x_B1D, experts, config.active):
             return None
         if any(weight.dtype != x_B1D.dtype for weight in (router.weight, *experts[:2])):
             return None
