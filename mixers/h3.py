@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.decode_maps import apply_output
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Place
 from deltazoo.mixers.core.token_step import Around
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
@@ -62,7 +63,7 @@ class H3Mixer(FilterMixer):
         self.out = nn.Linear(width, width)
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         weight = self.filters["shift"].get_parameter("weight")
         weight[:, -1] += torch.randn_like(weight[:, -1])

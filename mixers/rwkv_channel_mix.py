@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.update.base import Backend
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import FIRST_PLACE, CommitForm, Context, Place
 from deltazoo.mixers.families.filter import FilterConfig, FilterMixer
 from deltazoo.mixers.parts.convolution import TokenShift
@@ -60,11 +61,9 @@ class ChannelMixer(FilterMixer):
         self.out = nn.Linear(hidden, width, bias=False)
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         """Set the weights of the token shift."""
-        if self.mix_weight.is_meta:  # as `fill_normal`
-            return
         channel, ratio = torch.arange(self.width) / self.width, 1 - self.place.layer / self.place.depth
         previous = self.config.mix == "previous"
         self.mix_weight.copy_((1 - channel**ratio**4 if previous else channel**ratio).expand_as(self.mix_weight))

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from deltazoo.backends.io.errors import PluginError, cut
 
 Built = TypeVar("Built", bound=nn.Module)
+Module_ = TypeVar("Module_", bound=nn.Module)
 Arguments = ParamSpec("Arguments")
 
 
@@ -49,6 +50,18 @@ def fill_normal(x: Tensor, std: float = 1.0) -> None:
     """
     if not x.is_meta:
         x.normal_(std=std)
+
+
+def fills_values(reset_parameters: Callable[[Module_], None]) -> Callable[[Module_], None]:
+    """Decorate a `reset_parameters` that leaves a module on the meta device alone, as `fill_normal`."""
+
+    @functools.wraps(reset_parameters)
+    @torch.no_grad()
+    def reset_unless_meta(module: Module_) -> None:
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            reset_parameters(module)
+
+    return reset_unless_meta
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deltazoo.backends.update.base import state_dtype
+from deltazoo.mixers.core.initialization import fills_values
 
 
 class Ranks(NamedTuple):
@@ -54,7 +55,7 @@ class LowRank(nn.Module):
         self.bias = None if initial_bias is None else nn.Parameter(torch.empty(out))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         """Set the bias, and override torch's initialisation of both linear maps."""
         nn.init.zeros_(self.down.weight)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.update.base import state_dtype
-from deltazoo.mixers.core.initialization import fill_normal
+from deltazoo.mixers.core.initialization import fill_normal, fills_values
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import Fusible, HeadShape, OutputArguments, OutputPart
 
@@ -59,7 +59,7 @@ class Bonus(OutputPart):
         self.u = nn.Parameter(torch.empty(shape.heads, shape.key_width))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         if callable(self.start):
             self.u.copy_(self.start())

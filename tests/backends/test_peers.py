@@ -319,6 +319,9 @@ def test_listing_and_explaining_do_not_import_the_packages_nor_the_compiler(tmp_
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')")
     code = (
         "import json, sys, torch, deltazoo; from deltazoo.blocks.inspect.catalog import catalog; "
+        "from deltazoo.backends.update import registry; from deltazoo.mixers.core.config import parse; "
+        "torch.set_default_device('meta'); "
+        "[parse({'mixer': name}).build(128) for name in registry.names(registry.MIXERS)]; "
         "meta = deltazoo.UpdateMeta('cuda', torch.bfloat16, 2, 2, 128, 128); "
         "verdicts = deltazoo.explain(deltazoo.UpdateSpec(decay='head', beta='head'), meta).verdicts; "
         "rows = [[v.backend, v.reasons] for v in verdicts] + [[e.name, e.problem] for e in catalog().backends]; "

@@ -13,7 +13,7 @@ from deltazoo.backends.torch_ext.plain_module import is_plain_linear
 from deltazoo.backends.triton.element.rg_lru_op import RGLRUCall, rg_lru_step_, takes_block
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
-from deltazoo.mixers.core.initialization import fill_normal
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandPart
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -52,12 +52,10 @@ class RGLRUGate(OperandPart, HasFlops, TokenStep):
         self.L = nn.Parameter(torch.empty(channels))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
-        fill_normal(self.weight, std=self.weight.shape[-1] ** -0.5)
+        self.weight.normal_().mul_(self.weight.shape[-1] ** -0.5)
         self.bias.zero_()
-        if self.L.is_meta:  # as `fill_normal`
-            return
         self.L.uniform_(*INITIAL_DECAY)
         self.L.copy_((-self.L.log() / POWER).expm1().log())
 

@@ -17,6 +17,7 @@ from deltazoo.backends.triton.conv.op import too_many_taps
 from deltazoo.backends.triton.decode.tempered_op import MAX_KEYS, MAX_RANK, TemperedCall, tempered_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps, convolves, is_step
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import GateLinear, HeadShape, MapsInput, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -55,15 +56,13 @@ class TemperedProjection(nn.Module, Stateful, MapsInput, TokenStep):
         self.value_gate = nn.Sequential(nn.Linear(C, rank, bias=False), nn.Linear(rank, C))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         for layer in (self.to_g, self.to_tau, *self.value_gate):
             assert isinstance(layer, nn.Linear)
             nn.init.xavier_uniform_(layer.weight, gain=GAIN)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-        if self.to_g.bias.is_meta:  # as `fill_normal`
-            return
         low, high = map(math.log, DECAY_RANGE)
         g = torch.empty_like(self.to_g.bias, dtype=torch.float32).uniform_(low, high).exp()
         self.to_g.bias.copy_(g + torch.log(-torch.expm1(-g)))

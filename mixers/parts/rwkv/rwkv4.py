@@ -14,6 +14,7 @@ from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.triton.element.wkv_op import WKVCall, wkv_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import apply_to_each, reads_weight
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -48,10 +49,8 @@ class RWKV4Projection(nn.Module, Stateful, TokenStep):
         self.to_k, self.to_v, self.to_r = (nn.Linear(shape.width, shape.value_heads, bias=False) for _ in range(3))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
-        if self.mix.is_meta:  # as `fill_normal`
-            return
         layer, depth = self.place
         ratio, extra = 1 - layer / depth, 0.3 * layer / max(1, depth - 1)
         channel = torch.arange(self.width) / self.width
@@ -107,7 +106,7 @@ class WKVGate(OperandPart, Stateful):
         self.w = nn.Parameter(torch.empty(self.heads))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         channel = torch.arange(self.heads) / max(1, self.heads - 1)
         self.w.copy_(-5 + 8 * channel ** (0.7 + 1.3 * self.depth_share))
@@ -137,7 +136,7 @@ class WKVBonus(OutputPart):
         self.u = nn.Parameter(torch.empty(shape.value_heads))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         channels = self.u.shape[0]
         zigzag = (torch.arange(channels) + 1) % 3 - 1

@@ -15,6 +15,7 @@ from deltazoo.backends.ops.rwkv_step import MAX_RANK, RWKV6Maps, RWKV6Shift, RWK
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.decode_maps import apply_to_each, reads_weight
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HasFlops, HeadShape, OperandResult, Stateful
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -57,7 +58,7 @@ class RWKV6Projection(nn.Module, Stateful, TokenStep, HasFlops):
         self.to_v, self.to_g = (nn.Linear(D, values, bias=False) for _ in range(2))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         """Set the mixing weights; overrides torch's initialisation of `mix_down`."""
         layer, depth = self.place

@@ -16,6 +16,7 @@ from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.ops.rwkv_step import RWKV7Maps, RWKVState, rwkv7_token_
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.decode_maps import reads_weight
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context, Place
 from deltazoo.mixers.core.part import HeadShape, OperandResult, Stateful
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
@@ -71,7 +72,7 @@ class RWKV7Projection(nn.Module, Stateful, TokenStep):
         self.to_v = nn.Linear(D, values, bias=False)
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
         """Set mix, xi and alpha, and override torch's initialisation of the maps to r, k and v."""
         D, ratio = self.shape.width, 1 - self.place.layer / self.place.depth

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
-from deltazoo.mixers.core.initialization import fill_log_uniform
+from deltazoo.mixers.core.initialization import fill_log_uniform, fills_values
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult
 from deltazoo.mixers.parts.gates.decays import DT_MAX, DT_MIN
@@ -40,10 +40,8 @@ class LRUDecay(OperandPart):
         self.nu, self.theta, self.gamma = (nn.Parameter(torch.empty(shape.value_heads)) for _ in range(3))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
-        if self.nu.is_meta:  # as `fill_normal`
-            return
         # not 0 or 1, which a draw may give, and whose logarithms are infinite
         square = torch.empty_like(self.nu).uniform_(self.ring[0] ** 2, self.ring[1] ** 2).clamp_(2**-24, 1 - 2**-24)
         self.nu.copy_((-0.5 * square.log()).log())
@@ -78,10 +76,8 @@ class S5Decay(OperandPart):
         self.log_real, self.imaginary, self.log_dt = (nn.Parameter(torch.empty(shape.value_heads)) for _ in range(3))
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
-        if self.log_dt.is_meta:  # no values to set; the eigenvalues of many states take seconds
-            return
         states = self.log_dt.shape[0]
         one_block = hippo_eigenvalues(2 * math.ceil(states / self.blocks))
         eigenvalues = np.tile(one_block, self.blocks)[:states]

@@ -17,6 +17,7 @@ from deltazoo.backends.torch_ext.plain_module import is_plain, is_plain_linear
 from deltazoo.backends.triton.element.rotating_op import MAX_CHANNELS, RotatingCall, rotating_step_
 from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.mixers.core.decode_maps import adds_to_product, apply_maps
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, OperandResult, OutputArguments, OutputPart, Stateful
 from deltazoo.mixers.core.sequences import positions, token_counts
@@ -63,11 +64,11 @@ class ToRotatingFrame(OperandPart, Stateful, TokenStep):
         self.turn = None if theta is None else nn.Parameter(torch.empty(shape.value_heads))
         self.reset_parameters()
 
+    @fills_values
     def reset_parameters(self) -> None:
-        if self.turn is not None and self.theta is not None and not self.turn.is_meta:  # as `fill_normal`
+        if self.turn is not None and self.theta is not None:
             HV = self.turn.shape[0]
-            with torch.no_grad():
-                self.turn.copy_(self.theta ** (-2 * (torch.arange(HV) / HV)))
+            self.turn.copy_(self.theta ** (-2 * (torch.arange(HV) / HV)))
 
     def init_state(self, batch: int, like: Tensor) -> Tensor:
         return like.new_zeros(batch, dtype=torch.int64)

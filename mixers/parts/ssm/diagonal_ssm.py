@@ -18,6 +18,7 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import Backend, UpdateInputs, state_dtype, without_autocast
 from deltazoo.backends.update.spec import UpdateSpec
 from deltazoo.mixers.core.calls import call_part
+from deltazoo.mixers.core.initialization import fills_values
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape
 from deltazoo.mixers.core.sequences import positions, token_counts
@@ -85,10 +86,8 @@ class DiagonalSSM(nn.Module, FilterStep):
         self.update = Update(DIAGONAL_SSM_SPEC, HeadShape(channels, channels, channels, width, 1), backend)
         self.reset_parameters()
 
-    @torch.no_grad()
+    @fills_values
     def reset_parameters(self) -> None:
-        if self.log_real.is_meta:  # as `fill_normal`
-            return
         states = self.log_real.shape[1]
         n = torch.arange(states)
         self.log_real.copy_((torch.full((states,), 0.5) if self.start != "real" else n + 1.0).log())
