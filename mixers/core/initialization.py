@@ -53,7 +53,7 @@ def fill_normal(x: Tensor, std: float = 1.0) -> None:
 
 
 def fills_values(reset_parameters: Callable[[Module_], None]) -> Callable[[Module_], None]:
-    """Decorate a `reset_parameters` that leaves a module on the meta device alone, as `fill_normal`."""
+    """Decorate a `reset_parameters` so that it leaves a module on the meta device alone, as `fill_normal` does."""
 
     @functools.wraps(reset_parameters)
     @torch.no_grad()
@@ -66,14 +66,14 @@ def fills_values(reset_parameters: Callable[[Module_], None]) -> Callable[[Modul
 
 @torch.no_grad()
 def fill_log_uniform(x: Tensor, low: float, high: float) -> None:
-    """Fill x with log u, u uniform in [low, high] and at least 2^-24, because a draw may be 0; as `fill_normal`."""
+    """Fill x with log u, u uniform in [low, high] and at least 2^-24, because a draw may be 0. Skips meta tensors."""
     if not x.is_meta:
         x.uniform_(low, high).clamp_(min=2**-24).log_()
 
 
 @torch.no_grad()
 def fill_log_range(x: Tensor) -> None:
-    """Fill the last dimension of x with log 1, log 2, ...; as `fill_normal`."""
+    """Fill the last dimension of x with log 1, log 2, ... Skips meta tensors."""
     if not x.is_meta:
         x.copy_(torch.arange(1.0, x.shape[-1] + 1).log())
 
