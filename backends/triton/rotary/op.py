@@ -14,6 +14,7 @@ from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.zero_tail import zero_tail
 
 MAX_WIDTH = 256
 _CHUNK = 32
@@ -76,21 +77,6 @@ class _Launches:
         tensors = {"sums": sums, "initial": initial, "final": final, "cu": self.tensors["cu"]}
         launcher(chunk_scan_kernel, tensors, traits, _SCAN)(self.N * cdiv(width, _COLUMNS), {"T": self.T})
 
-    def zero_tail(self, **tensors: Tensor) -> None:
-        """Zero the rows after the last packed sequence. tensors: by the kernel's parameters."""
-        from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
-        from deltazoo.backends.triton.runtime.launcher import group, launcher
-
-        if self.tensors["cu"] is None:
-            return
-        traits = {
-            "HK": tensors["q"][0, 0].numel(), "HV": self.traits.HV, "V": 1, "DECAYS": self.traits.R, "BLOCK": 1024,
-        }  # fmt: skip
-        pointers = dict.fromkeys(zero_tail_kernel.Pointers._fields) | {"cu": self.tensors["cu"]} | tensors
-        gmem, constants = group(zero_tail_kernel, pointers, traits)
-        run = launcher(zero_tail_kernel, {"gmem": gmem}, {"traits": constants}, Options(4))
-        run(64, {"N": self.N, "T": self.T})
-
 
 def chunk_slots(x: RotaryOperands) -> Any:
     """Return the number of chunks of all sequences, an upper bound if packed."""
@@ -109,7 +95,7 @@ def _rotate(*operands: Tensor | None) -> tuple[Tensor, ...]:
         launches.scan(sums, launches.tensors["initial"], final, reverse=False)
         results = {"sums": sums, "q_out": q, "k_out": k, "overlap": overlap}
         launches.run(rotate_kernel, _ROTATE, launches.slots * launches.groups, results)
-        launches.zero_tail(v=overlap, q=q, k=k)
+        zero_tail(launches.tensors["cu"], {"v": overlap, "q": q, "k": k})
     return outputs
 
 
@@ -159,7 +145,7 @@ def _backward(*arguments: Tensor | None) -> tuple[Tensor, ...]:
             y.view(H, groups // H, B * T, K).sum(1).to(x.q.dtype).transpose(0, 1).contiguous().view(B, T, H, K)
             for y in (dq, dk)
         )
-        launches.zero_tail(v=d_dt, q=dq, k=dk, log_decay=d_rate)
+        zero_tail(launches.tensors["cu"], {"v": d_dt, "q": dq, "k": dk, "log_decay": d_rate})
     dq_bias, dk_bias = (y.sum(0).to(x.q_bias.dtype) for y in biases)
     return dq, dk, dq_bias, dk_bias, d_rate, d_dt, d_state
 

@@ -15,6 +15,7 @@ from deltazoo.backends.triton.operands import ready, schema, unflatten, with_tok
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.zero_tail import zero_tail
 
 SCORE_BOUND = 32.0  # of |s|: z is then at most 60 for 1e12 tokens
 INITIAL = -80.0  # z before the first token; exp(z) is negligible beside that of any score
@@ -88,22 +89,6 @@ class _Launches:
         launch = launcher(kernel, {**self.tensors, **tensors}, {"traits": self.traits}, options)
         launch(programs, {"N": self.N, "T": self.T, "token_stride": self.stride})
 
-    def zero_tail(self, x: Tensor, log_decay: Tensor | None = None) -> None:
-        """Zero the rows after the last packed sequence."""
-        from deltazoo.backends.triton.chunk.kernels.portable.zero_tail import zero_tail_kernel
-        from deltazoo.backends.triton.runtime.launcher import group, launcher
-
-        if self.tensors["cu"] is None:
-            return
-        D = self.traits.D
-        traits = {"HK": 1, "HV": D, "V": 1, "DECAYS": D, "BLOCK": 1024}
-        pointers = dict.fromkeys(zero_tail_kernel.Pointers._fields) | {
-            "cu": self.tensors["cu"], "v": x, "log_decay": log_decay,
-        }  # fmt: skip
-        gmem, constants = group(zero_tail_kernel, pointers, traits)
-        run = launcher(zero_tail_kernel, {"gmem": gmem}, {"traits": constants}, _OPTIONS)
-        run(64, {"N": self.N, "T": self.T})
-
 
 def _sequences(call: TimeSoftmaxCall) -> Any:
     return call.raw.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
@@ -126,7 +111,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         launches.scan(kernels.sum_before_kernel, {"sums": sums, "before": before, "final": final})
         results = {"before": before, "log_decay": log_decay, "w": w}
         launches.run(kernels.time_softmax_kernel, results)
-        launches.zero_tail(w, log_decay)
+        zero_tail(launches.tensors["cu"], {"v": w, "log_decay": log_decay})
     return outputs
 
 
@@ -152,7 +137,7 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor]:
         results = {"sums": sums, "final": call.final, "d_final": d_final, "after": after, "d_state": d_state}
         launches.scan(kernels.sum_after_kernel, results | {"d_log_decay": d_log_decay})
         launches.run(kernels.time_softmax_backward_kernel, given | {"after": after, "d_raw": d_raw})
-        launches.zero_tail(d_raw)
+        zero_tail(launches.tensors["cu"], {"v": d_raw})
     return outputs
 
 
