@@ -28,7 +28,7 @@ def long_conv(x: Tensor, kernel: Tensor) -> Tensor:
     Args: x: [B, T, D]; kernel: [S, D] with S >= T, float32 or float64.
     Returns: [B, T, D] in the dtype of the kernel.
     """
-    if not torch.compiler.is_compiling() and transform_is_active():
+    if transform_is_active():
         return _plain(x, kernel)
     y: Tensor = _LongConv.apply(x, kernel)
     return y

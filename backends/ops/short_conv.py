@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from deltazoo.backends.io.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, cut
 from deltazoo.backends.ops.grouped import expand_rows, group_of_row
 from deltazoo.backends.ops.grouped_conv import grouped_conv
 from deltazoo.backends.ops.wide_conv import wide_conv
-from deltazoo.backends.torch_ext.modes import functorch_is_active, values_are_readable
+from deltazoo.backends.torch_ext.modes import transform_is_active, values_are_readable
 from deltazoo.backends.update.varlen import is_in_sequence, packing_problems, sequence_count, sequence_index
 
 FEW_TAPS = 16  # of more taps Inductor would compile a long sum for minutes
@@ -165,9 +164,7 @@ def _depthwise(padded_BSC: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def _runs_convolutions(inputs: ConvInputs) -> bool:
     """Whether torch's convolution computes these operands: eager calls on a CPU, outside of transforms."""
     x = inputs.x
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or functorch_is_active() or not x.numel():
-        return False
-    return forward_ad._current_level < 0
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transform_is_active() and x.numel() > 0
 
 
 def apply_silu_and_norm(y_BTC: Tensor, parts: Sequence[ConvPart]) -> tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ def wide_conv(x: Tensor, weight: Tensor) -> Tensor:
     Args: x: [B, T, C]; weight: [W, C] by lag, float32 (float64 for float64 x).
     Returns: y [B, T, C] in the dtype of the weight, in which it is computed.
     """
-    if not torch.compiler.is_compiling() and transform_is_active():
+    if transform_is_active():
         return shifted_sum(x, weight)
     y: Tensor = _convolve(x, weight)
     return y

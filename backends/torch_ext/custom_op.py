@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from deltazoo.backends.io.errors import UnsupportedError
 from deltazoo.backends.torch_ext.devices import is_simulated
-from deltazoo.backends.torch_ext.modes import functorch_is_active
+from deltazoo.backends.torch_ext.modes import functorch_is_active, have_tangents
 
 DIRECT_CALLS = True  # read in every call
 CACHE_SIGNATURES = True  # read when a class is decorated
@@ -67,9 +67,11 @@ def operator(
 
     @functools.wraps(body)
     def call(*arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return overload(*arguments)
+        if forward_ad._current_level >= 0:
             _refuse_tangents(name, arguments)
-        if torch.compiler.is_compiling() or not DIRECT_CALLS or _operators_are_observed(arguments):
+        if not DIRECT_CALLS or _operators_are_observed(arguments):
             return overload(*arguments)
         return _observers[-1](name, body, arguments) if _observers else body(*arguments)
 
@@ -130,8 +132,7 @@ def _operators_are_observed(arguments: tuple[Any, ...]) -> bool:
 
 def _refuse_tangents(name: str, arguments: tuple[Any, ...]) -> None:
     """Raise UnsupportedError if an argument has a forward-mode tangent, which the kernels would discard."""
-    tensors = [x for argument in arguments for x in (argument if isinstance(argument, list) else [argument])]
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if have_tangents(x for argument in arguments for x in (argument if isinstance(argument, list) else [argument])):
         raise UnsupportedError(f"operator {name!r} has no forward-mode derivative: use torch.autograd.grad or vjp")
 
 

@@ -1,5 +1,6 @@
 """Queries about torch's active modes and transforms, for which torch 2.11 to 2.13 have no public function."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,8 +17,15 @@ def functorch_is_active() -> bool:
 
 
 def transform_is_active() -> bool:
-    """Whether a torch.func transform is running or forward-mode tangents may exist: kernels have no rules for these."""
-    return functorch_is_active() or forward_ad._current_level >= 0
+    """Whether eager code runs under a torch.func transform or with forward-mode tangents: kernels have no rules."""
+    return not torch.compiler.is_compiling() and (functorch_is_active() or forward_ad._current_level >= 0)
+
+
+def have_tangents(tensors: Iterable[object]) -> bool:
+    """Whether any of these tensors has a forward-mode tangent. An operator without a rule would discard it."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_exporting() -> bool:

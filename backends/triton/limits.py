@@ -71,7 +71,7 @@ def current_limits(grad: bool, channel: bool = False) -> tuple[tuple[str, ...], 
 
 def kernel_refusals(x: Tensor) -> list[str]:
     """Say why no kernel beside the update runs on a tensor; [] if they run. For calls also inside torch.compile."""
-    if not torch.compiler.is_compiling() and transform_is_active():
+    if transform_is_active():
         return ["it has no rule for the transforms of torch.func and forward-mode derivatives."]
     if x.numel() == 0:
         return ["it needs tensors with at least one number."]

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from deltazoo.backends.context_parallel.plan import Links
 from deltazoo.backends.io.errors import UnsupportedError
@@ -18,6 +17,7 @@ from deltazoo.backends.measure.shapes import Shape
 from deltazoo.backends.ops.decode_step import FusedDecodeInputs, FusedDecodeStep
 from deltazoo.backends.ops.short_conv import ConvInputs, ConvMeta, ConvPart, short_conv
 from deltazoo.backends.torch_ext.devices import DeviceSpec, device_type
+from deltazoo.backends.torch_ext.modes import have_tangents
 from deltazoo.backends.update.slots import gather_states, step_in_slots, zero_without_state
 from deltazoo.backends.update.spec import UpdateSpec
 
@@ -307,9 +307,7 @@ def refuse_forward_mode(backend: str, inputs: Iterable[Tensor | None]) -> None:
 
     Raises: UnsupportedError.
     """
-    if forward_ad._current_level < 0:
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in inputs):
+    if have_tangents(inputs):
         raise UnsupportedError(
             f"backend {backend!r} has no forward-mode derivative (torch.func.jvp, jacfwd): use torch.func.grad "
             "or vjp, or backend='reference'"
