@@ -20,7 +20,9 @@ from deltazoo.backends.triton.time_softmax.op import INITIAL, SCORE_BOUND, TimeS
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.varlen import is_in_sequence, valid_sequence_index
 
-__all__ = ["INITIAL", "SCORE_BOUND", "TimeSoftmaxCall", "logsumexp_over_time", "refusals", "time_softmax"]
+__all__ = [
+    "INITIAL", "SCORE_BOUND", "TimeSoftmaxCall", "initial_logsumexp", "logsumexp_over_time", "refusals", "time_softmax",
+]  # fmt: skip
 
 # Offset between packed sequences: it exceeds the range of the terms, -32 to 60, by the 64 at which even 1e10 smaller
 # terms are below the rounding error of float64.
@@ -89,10 +91,15 @@ def _plain(x: TimeSoftmaxCall) -> tuple[Tensor, Tensor, Tensor]:
         is_inside = is_in_sequence(x.cu_seqlens, score.shape[1])[:, None]
         score = torch.where(is_inside, score, 0.0)  # torch's second derivative of logcumsumexp may be NaN there
     N = score.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    first = score.new_full((N, score.shape[2]), INITIAL) if x.state is None else x.state
+    first = initial_logsumexp(N, score.shape[2], score) if x.state is None else x.state
     z, previous_z, last = logsumexp_over_time(score, first, x.cu_seqlens)
     log_decay, w = (torch.where(is_inside, y, 0.0) for y in (previous_z - z, (score - z).exp()))
     return log_decay, w.to(x.raw.dtype), last
+
+
+def initial_logsumexp(batch: int, channels: int, like: Tensor) -> Tensor:
+    """Return z before the first token, [B, D]."""
+    return like.new_full((batch, channels), INITIAL, dtype=state_dtype(like.dtype))
 
 
 def logsumexp_over_time(score: Tensor, first: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,9 +7,9 @@ import torch
 from equations import assert_same_with_gradients
 from torch import Tensor
 
-from deltazoo.backends.ops.time_softmax import INITIAL
+from deltazoo.backends.ops.time_softmax import INITIAL, initial_logsumexp
 from deltazoo.mixers.core.mixer import Context
-from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, running_logsumexp
+from deltazoo.mixers.parts.attention.running_logsumexp import running_logsumexp
 
 
 def expected(score: Tensor, first: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.layout import (
+    LOG2E,
     first_chunk_slot,
     load_rows,
     locate_chunk,
@@ -28,7 +29,6 @@ from deltazoo.backends.triton.device.layout import (
     store_rows,
 )
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _LOG2E_REST = tl.constexpr(1.925963033500e-08)  # log2 e less its value in float32
 _LN2 = tl.constexpr(0.6931471805599453)
 _LEAST = tl.constexpr(1e-37)  # decays below it are negligible; smaller numbers are not normal
@@ -58,8 +58,8 @@ class TimeSoftmaxTraits(NamedTuple):
 @triton.jit
 def exponential(x):
     """Return e^x for |x| <= 87 with a relative error of 2e-7: exp2 of a rounded product would have 3e-6."""
-    product = x * _LOG2E
-    rest = tl.fma(x, _LOG2E, -product) + x * _LOG2E_REST
+    product = x * LOG2E
+    rest = tl.fma(x, LOG2E, -product) + x * _LOG2E_REST
     return tl.exp2(product) * (1.0 + rest * _LN2)
 
 

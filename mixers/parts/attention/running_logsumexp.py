@@ -13,6 +13,7 @@ from deltazoo.backends.ops.time_softmax import (
     INITIAL,
     SCORE_BOUND,
     TimeSoftmaxCall,
+    initial_logsumexp,
     logsumexp_over_time,
     refusals,
     time_softmax,
@@ -22,11 +23,6 @@ from deltazoo.backends.update.watch import runs_by_kernel
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
-
-
-def initial_logsumexp(batch: int, channels: int, like: Tensor) -> Tensor:
-    """Return z before the first token, [B, C]."""
-    return like.new_full((batch, channels), INITIAL, dtype=state_dtype(like.dtype))
 
 
 def softmax_over_time(raw: Tensor, state: Tensor | None, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:

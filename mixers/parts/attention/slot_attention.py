@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deltazoo.backends.ops.gemv import products as products_of_few_rows
 from deltazoo.backends.ops.short_conv import ConvPart
+from deltazoo.backends.ops.time_softmax import initial_logsumexp
 from deltazoo.backends.torch_ext.devices import device_type
 from deltazoo.backends.torch_ext.plain_module import is_plain
 from deltazoo.backends.triton.decode.softmax_slots_op import SoftmaxSlotsCall, softmax_slots_step_, takes_softmax_slots
@@ -35,7 +36,7 @@ from deltazoo.mixers.core.part import (
 )
 from deltazoo.mixers.core.token_step import TokenCall, TokenOutput, TokenStep
 from deltazoo.mixers.core.update import Update
-from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
+from deltazoo.mixers.parts.attention.running_logsumexp import softmax_over_time
 from deltazoo.mixers.parts.feature_maps import FeatureMap
 from deltazoo.mixers.parts.gates.decays import SoftplusDecay
 from deltazoo.mixers.parts.gates.output_gates import OutputGate, OutputSilu

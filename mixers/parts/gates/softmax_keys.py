@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from deltazoo.backends.ops.time_softmax import initial_logsumexp
 from deltazoo.backends.update.base import UpdateInputs
 from deltazoo.mixers.core.mixer import Context
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Stateful
-from deltazoo.mixers.parts.attention.running_logsumexp import initial_logsumexp, softmax_over_time
+from deltazoo.mixers.parts.attention.running_logsumexp import softmax_over_time
 
 
 class SoftmaxKeys(OperandPart, Stateful):
