@@ -6,10 +6,8 @@ import operator
 import pytest
 import torch
 import wrapping
-from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.blocks import preset
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.stack import LanguageModel
@@ -55,34 +53,16 @@ def test_decoding_of_a_tiny_preset_equals_the_parallel_form(name: str) -> None:
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-8, atol=1e-8)
 
 
-class Wrapped(nn.Module):
-    """A linear map inside another module, which has no attributes but its sizes."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.linear, self.in_features, self.out_features = linear, linear.in_features, linear.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_wrapped_maps_of_a_tiny_preset_are_called_on_a_gpu(name: str) -> None:
     """A decode step, whose launch code runs on meta tensors."""
     pytest.importorskip("triton", reason="the kernels need the package triton")
-    from deltazoo.backends.triton.runtime.simulation import simulated_launches
-
     with torch.device("meta"):
         model = preset(name).build().bfloat16()
-        maps = {*wrapping.replace(model, Wrapped).values()}
+        maps = {*wrapping.replace(model, wrapping.Wrapped).values()}
         token = torch.empty(2, 1, dtype=torch.int64)
-    called: set[nn.Module] = set()
-    for linear in maps:
-        linear.register_forward_hook(lambda module, *_: called.add(module))
-    with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
-        model(token, model.init_state(2, capacity=20))
-    assert called == maps
+    state = model.init_state(2, capacity=20)
+    assert wrapping.called_on_a_gpu(maps, lambda: model(token, state)) == maps
 
 
 def options(layer: LayerSpec) -> set[object]:

@@ -1,12 +1,14 @@
 """Linear maps that are not plain, put in place of a model's own: LoRA, packed weights, weights loaded for each call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from deltazoo.backends.torch_ext.devices import DeviceSpec
 
 
 class Adapted(nn.Module):
@@ -29,6 +31,18 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + x @ self.A.mT @ self.B.mT
+
+
+class Wrapped(nn.Module):
+    """A linear map inside another module, which has no attributes but its sizes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.in_features, self.out_features = linear, linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
 
 
 class AdaptedEmbedding(nn.Module):
@@ -111,6 +125,19 @@ def merge(module: nn.Module, replaced: dict[str, Any]) -> None:
     """Set the weights of a module without wrappers to those that the wrappers of another one compute with."""
     for name, wrapper in replaced.items():
         module.get_submodule(name).weight.copy_(wrapper.merged())  # type: ignore[operator, union-attr]
+
+
+def called_on_a_gpu(modules: Iterable[nn.Module], call: Callable[[], Any]) -> set[nn.Module]:
+    """Run a call on meta tensors as on an H200, without gradients. Returns: those of the modules that it calls."""
+    from deltazoo.backends.triton.runtime.simulation import simulated_launches
+
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in modules]
+    with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
+        call()
+    for hook in hooks:
+        hook.remove()
+    return called
 
 
 def offload(module: nn.Module) -> None:
