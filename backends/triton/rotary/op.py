@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.operands import ready
+from deltazoo.backends.triton.operands import chunk_slots, ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -52,7 +52,7 @@ class _Launches:
         self.B, self.T, H, K = x.q.shape
         HV, R = x.dt.shape[2], x.rate.shape[2]
         self.N = self.B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-        self.slots = chunk_slots(x)
+        self.slots = chunk_slots(self.B, self.T, _CHUNK, x.cu_seqlens)
         heads = HV // H
         while heads % 2 == 0 and self.slots * (HV // heads) < _MIN_PROGRAMS:
             heads //= 2
@@ -78,12 +78,6 @@ class _Launches:
         launcher(chunk_scan_kernel, tensors, traits, _SCAN)(self.N * cdiv(width, _COLUMNS), {"T": self.T})
 
 
-def chunk_slots(x: RotaryOperands) -> Any:
-    """Return the number of chunks of all sequences, an upper bound if packed."""
-    B, T = x.q.shape[:2]
-    return B * ((T + _CHUNK - 1) // _CHUNK) if x.cu_seqlens is None else T // _CHUNK + x.cu_seqlens.shape[0] - 1
-
-
 def _rotate(*operands: Tensor | None) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.rotary.kernels import angle_sums_kernel, rotate_kernel
 
@@ -105,7 +99,7 @@ def _rotate_fake(*operands: Tensor | None) -> tuple[Tensor, ...]:
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     return (
         x.q.new_empty(B, T, HV, K), x.k.new_empty(B, T, HV, K), x.dt.new_empty(B, T, HV), x.dt.new_empty(N, HV, R),
-        x.dt.new_empty(chunk_slots(x), HV, R, dtype=torch.int32),
+        x.dt.new_empty(chunk_slots(B, T, _CHUNK, x.cu_seqlens), HV, R, dtype=torch.int32),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
-from deltazoo.backends.triton.operands import all_ready, schema
+from deltazoo.backends.triton.operands import all_ready, chunk_slots, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.shared_keys.operands import (
     CHUNK,
@@ -45,7 +45,7 @@ def _scan_fake(*arguments: Any) -> tuple[Tensor, ...]:
     x = SharedKeyOperands(*arguments[:_INPUTS])
     (B, T, H, K), HV = x.q.shape, x.v.shape[2]
     N = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-    slots = B * ((T + CHUNK - 1) // CHUNK) if x.cu_seqlens is None else T // CHUNK + N
+    slots = chunk_slots(B, T, CHUNK, x.cu_seqlens)
     floats = x.q.new_empty((N, HV, K, 1), dtype=torch.float32), x.q.new_empty((slots, CHUNK, HV), dtype=torch.float32)
     return x.v.new_empty(x.v.shape), *floats, x.q.new_empty(slots, H, K, HV // H)
 

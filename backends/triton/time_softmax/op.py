@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.operands import ready, schema, unflatten, with_token_stride
+from deltazoo.backends.triton.operands import chunk_slots, ready, schema, unflatten, with_token_stride
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -62,14 +62,14 @@ class _Launches:
     def __init__(self, call: TimeSoftmaxCall) -> None:
         from deltazoo.backends.triton.time_softmax.kernels import TimeSoftmaxTraits
 
-        (_, self.T, D), self.N = call.raw.shape, _sequences(call)
+        (B, self.T, D), self.N = call.raw.shape, _sequences(call)
         raw, stride = with_token_stride(call.raw)
         unit, block = math.gcd(stride, 8), min(_CHANNELS, power_of_two(D))
         self.traits = TimeSoftmaxTraits(
             D, CHUNK, block, unit, SCORE_BOUND, INITIAL, PACKED=call.cu_seqlens is not None, SCANNED=_SCANNED,
             ROWS=_ROWS,
         )  # fmt: skip
-        self.stride, self.slots = stride // unit, _slots(call)
+        self.stride, self.slots = stride // unit, chunk_slots(B, self.T, CHUNK, call.cu_seqlens)
         self.tensors = {
             "raw": raw, "state": None if call.state is None else ready(call.state),
             "cu": None if call.cu_seqlens is None else ready(call.cu_seqlens),
@@ -94,12 +94,6 @@ def _sequences(call: TimeSoftmaxCall) -> Any:
     return call.raw.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
 
 
-def _slots(call: TimeSoftmaxCall) -> Any:
-    """Return the number of chunks of all sequences, an upper bound if packed."""
-    B, T, _ = call.raw.shape
-    return B * ((T + CHUNK - 1) // CHUNK) if call.cu_seqlens is None else T // CHUNK + _sequences(call)
-
-
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     from deltazoo.backends.triton.time_softmax import kernels
 
@@ -117,8 +111,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     call = unflatten(TimeSoftmaxCall, arguments)
-    raw, D = call.raw, call.raw.shape[2]
-    sizes = raw.shape, (_sequences(call), D), (_slots(call), D)
+    raw, (B, T, D) = call.raw, call.raw.shape
+    sizes = raw.shape, (_sequences(call), D), (chunk_slots(B, T, CHUNK, call.cu_seqlens), D)
     log_decay, final, before = (raw.new_empty(size, dtype=torch.float32) for size in sizes)
     return log_decay, raw.new_empty(raw.shape), final, before
 
