@@ -373,11 +373,6 @@ def _aligned(size: Any) -> Any:
     return (size + 511) // 512 * 512
 
 
-def chunk_slots(B: Any, T: Any, chunk: int, cu_seqlens: Tensor | None) -> Any:
-    """Return the number of chunks of all sequences, an upper bound if packed. Sizes may be symbolic."""
-    return B * ((T + chunk - 1) // chunk) if cu_seqlens is None else T // chunk + cu_seqlens.shape[0] - 1
-
-
 def ready(x: Tensor) -> Tensor:
     """Make a tensor contiguous, starting at a multiple of 16 bytes, as the kernels' wide loads need."""
     return x if is_ready(x) else x.clone(memory_format=torch.contiguous_format)

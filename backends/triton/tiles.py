@@ -1,6 +1,9 @@
 """Sizes of tiles, and the warps and registers that suit them."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 
 def power_of_two(n: int) -> int:
@@ -11,6 +14,11 @@ def power_of_two(n: int) -> int:
 def cdiv(n: int, divisor: int) -> int:
     """Divide and round up."""
     return -(-n // divisor)
+
+
+def chunk_slots(B: Any, T: Any, chunk: int, cu_seqlens: Tensor | None) -> Any:
+    """Return the number of chunks of all sequences, an upper bound if packed. Sizes may be symbolic."""
+    return B * ((T + chunk - 1) // chunk) if cu_seqlens is None else T // chunk + cu_seqlens.shape[0] - 1
 
 
 def value_tile(tile: int, V: int) -> int:

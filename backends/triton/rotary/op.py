@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.operands import chunk_slots, ready
+from deltazoo.backends.triton.operands import ready
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
-from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.tiles import cdiv, chunk_slots, power_of_two
 from deltazoo.backends.triton.zero_tail import zero_tail
 
 MAX_WIDTH = 256

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import cache_forward_signature, differentiate_exported, operator
-from deltazoo.backends.triton.operands import all_ready, chunk_slots, schema
+from deltazoo.backends.triton.operands import all_ready, schema
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.shared_keys.operands import (
     CHUNK,
@@ -18,6 +18,7 @@ from deltazoo.backends.triton.shared_keys.operands import (
     SharedKeyCall,
     SharedKeyOperands,
 )
+from deltazoo.backends.triton.tiles import chunk_slots
 
 _INPUTS = len(SharedKeyOperands._fields)
 

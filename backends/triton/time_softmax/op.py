@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from deltazoo.backends.torch_ext.custom_op import operator
-from deltazoo.backends.triton.operands import chunk_slots, ready, schema, unflatten, with_token_stride
+from deltazoo.backends.triton.operands import ready, schema, unflatten, with_token_stride
 from deltazoo.backends.triton.runtime.precompile import compiled_ahead
 from deltazoo.backends.triton.support import Options
-from deltazoo.backends.triton.tiles import cdiv, power_of_two
+from deltazoo.backends.triton.tiles import cdiv, chunk_slots, power_of_two
 from deltazoo.backends.triton.zero_tail import zero_tail
 
 SCORE_BOUND = 32.0  # of |s|: z is then at most 60 for 1e12 tokens
