@@ -36,7 +36,7 @@ class RWKVTraits(NamedTuple):
         CHANNELS: outputs of a program of rwkv_low_rank_kernel.
         EPS: of the output norm. NORM, NORM_EPS: whether the input has a norm, and its epsilon.
         JOINT: rwkv_step_kernel applies the low-rank maps itself. STATE_LAST: it loads the state after that, when the
-            registers of their weights are free.
+            registers of their weights are free. PREFETCH: it prefetches the state before it waits.
     """
 
     VERSION: int
@@ -60,6 +60,7 @@ class RWKVTraits(NamedTuple):
     NORM_EPS: float
     JOINT: bool
     STATE_LAST: bool
+    PREFETCH: bool
     OVERLAP: bool
 
 
@@ -199,7 +200,8 @@ def rwkv_step_kernel(
         if traits.JOINT:
             if early == 0:
                 wait_for_previous()
-        prefetch_rows(states + b * H * K * V, h * K + tl.minimum(ks, K - 1), V)
+        if traits.PREFETCH:
+            prefetch_rows(states + b * H * K * V, h * K + tl.minimum(ks, K - 1), V)
     if traits.JOINT:
         w_decay = load_ranks(decay, key, in_k, traits.DECAY)
         if traits.VERSION == 7:
