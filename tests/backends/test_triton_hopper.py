@@ -122,7 +122,7 @@ def test_hopper_scans_and_backward_match_float64(route, dtype, name):
 
 ERASE_KEYS = {
     "own": UpdateSpec(decay="head", beta="head", erase_key="own"),
-    "own, before": UpdateSpec(decay="fixed", beta="separate", erase_key="own", erase_from="previous", read="before"),
+    "own, before": UpdateSpec(decay="head", beta="separate", erase_key="own", erase_from="previous", read="before"),
     "own, no decay": UpdateSpec(erase_key="own"),
     "own, negative": UpdateSpec(beta="head", erase_key="own", negative_eigenvalues="both"),
     "strengths per channel": UpdateSpec(decay="head", beta="channel"),
