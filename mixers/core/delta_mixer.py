@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from deltazoo.backends.io.errors import PluginError
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.ops.gemv import Norm, add_product
 from deltazoo.backends.ops.rms_norm import rms_norm
@@ -100,6 +101,9 @@ class DeltaMixer(Mixer):
             if isinstance(part, Stateful | Update):
                 initial = part.init_state(batch, like)
                 if initial is not None:
+                    if not isinstance(initial, Tensor) or initial.shape[:1] != (batch,):
+                        got = list(initial.shape) if isinstance(initial, Tensor) else type(initial).__name__
+                        raise PluginError(f"{type(part).__name__}.init_state must return [{batch}, ...], got {got}")
                     state[self.update_key if name == "update" else name] = initial
         return NamedTensors(state)
 

@@ -5,15 +5,16 @@ B batch, T time, D width, N packed sequences
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple, tree_leaves, tree_map
 
 from deltazoo.backends.context_parallel.exchange import document_bounds, gather_line, take_local
 from deltazoo.backends.context_parallel.plan import ContextPlan
-from deltazoo.backends.io.errors import OperandError, UnsupportedError
+from deltazoo.backends.io.errors import OperandError, PluginError, UnsupportedError
 from deltazoo.backends.io.frozen_config import FrozenConfig
 from deltazoo.backends.ops.gemv import Norm
 from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
@@ -263,7 +264,12 @@ class Mixer(nn.Module, ABC):
             _check_draft(state, context)
             if self.commit_form == "reread":
                 return self._verify(x, state, context)
-        return MixerOutput(*super().__call__(x, state, context))
+        result = super().__call__(x, state, context)
+        if not isinstance(result, tuple):  # a tensor would be taken apart into its rows
+            raise PluginError(
+                f"{type(self).__name__}.forward must return (y, state) or a MixerOutput, got {type(result).__name__}"
+            )
+        return MixerOutput(*result)
 
 
 def _check_draft(state: State | None, context: Context) -> None:
@@ -309,6 +315,17 @@ class MixerConfig(FrozenConfig, Term, ABC):
         super().__init_subclass__(**kwargs)
         if "build" in vars(cls):
             cls.build = drawn_in_float32(cls.build)  # type: ignore[method-assign]
+
+    @model_validator(mode="after")
+    def _has_class_attributes(self) -> Self:
+        for name in ("name", "family", "purpose", "source", "oracle"):
+            value = None if name in type(self).model_fields else getattr(type(self), name, None)
+            if not isinstance(value, str):
+                got = "a field" if name in type(self).model_fields else "none" if value is None else repr(value)
+                raise ValueError(
+                    f'{type(self).__name__} needs a class attribute `{name}: ClassVar[str] = "..."`, got {got}'
+                )
+        return self
 
     @abstractmethod
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> Mixer:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError, PluginError, cut
 from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.decode_step import FusedDecodeStep
 from deltazoo.backends.ops.gemv import Norm
@@ -268,6 +268,10 @@ class Parts:
         return shape
 
     def __post_init__(self) -> None:
+        for name, parts, kind in (("operands", self.operands, OperandPart), ("outputs", self.outputs, OutputPart)):
+            if not isinstance(parts, Mapping) or not all(isinstance(part, kind) for part in parts.values()):
+                got = {key: type(part).__name__ for key, part in parts.items()} if isinstance(parts, Mapping) else parts
+                raise ConfigError(f"Parts.{name} must be a dict of {kind.__name__} by name, got {cut(got)}")
         names = ["project", "update", *self.operands, *self.outputs]
         if len(set(names)) < len(names):
             raise ConfigError(f"the parts of a mixer need distinct names, got {names}")
@@ -276,6 +280,9 @@ class Parts:
 def run_part(part: nn.Module, *arguments: Any, context: Context) -> tuple[UpdateInputs, Tensor | None, Context]:
     """Call a projection or an operand part. Return the operands, the new state, and the context of later parts."""
     inputs, state, *tensors = call_stateful(part, *arguments, context=context)
+    if not isinstance(inputs, UpdateInputs):
+        first = type(inputs).__name__
+        raise PluginError(f"{type(part).__name__}.forward must return (UpdateInputs, state), got ({first}, ...)")
     return inputs, state, context.with_intermediates(tensors[0]) if tensors else context
 
 
@@ -293,10 +300,18 @@ def call_stateful(part: nn.Module, *arguments: Any, context: Context) -> Any:
     """
     *others, state = arguments
     if not context.verify or state is None or not isinstance(part, Stateful) or part.keeps_inputs:
-        return call_part(part, *arguments, context)
+        return _with_state(part, call_part(part, *arguments, context))
     plain = context._replace(verify=False)
-    result, _, *tensors = call_part(part, *others, state.clone(), plain)
+    result, _, *tensors = _with_state(part, call_part(part, *others, state.clone(), plain))
     return result, PartDraft(tuple(others), plain), *tensors
+
+
+def _with_state(part: nn.Module, results: Any) -> tuple[Any, ...]:
+    """Return the results of a part, if they are a tuple: a tensor or UpdateInputs alone would be taken apart."""
+    if not isinstance(results, tuple) or isinstance(results, UpdateInputs):  # which is a tuple itself
+        kind = type(results).__name__
+        raise PluginError(f"{type(part).__name__}.forward must return (result, state), got {kind}")
+    return results
 
 
 def commit_part_(part: nn.Module, draft: Any, state: Tensor, accepted: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltazoo.backends.io.errors import PluginError
 from deltazoo.backends.ops.conv_history import advance_history_
 from deltazoo.backends.ops.gemv import Convolution
 from deltazoo.backends.torch_ext.plain_module import is_plain
@@ -162,6 +163,8 @@ class FilterMixer(Mixer, ABC):
             check_state({name: state[name].shape[0] for name in tensors}, x_BTD, context)
         new: dict[str, Tensor] = {}
         y_BTD = self.mix(x_BTD, None if state is None else dict(state), new, context)
+        if state is not None and (missing := [name for name in state if name not in new]):
+            raise PluginError(f"{type(self).__name__}.mix must write each new state to `new`, got none of {missing}")
         new_state = None if state is None else NamedTensors({name: new[name] for name in state})
         return MixerOutput(undo_left_align(y_BTD, order), new_state)
 
@@ -176,7 +179,9 @@ def _run(module: nn.Module, x: Tensor, state: Any, context: Context) -> tuple[Te
 def _init_filter_state(module: nn.Module, batch: int, like: Tensor, capacity: int | None) -> Any:
     if isinstance(module, CachingFilter):
         return module.init_state(batch, like, capacity)
-    assert isinstance(module, ShortConv | DiagonalSSM)
+    if not isinstance(module, ShortConv | DiagonalSSM):
+        kind = type(module).__name__
+        raise PluginError(f"the modules in `filters` must be ShortConv, DiagonalSSM or CachingFilter, got {kind}")
     return module.init_state(batch, like)
 
 

@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from deltazoo.backends.io.errors import ConfigError
+from deltazoo.backends.io.errors import ConfigError, PluginError
 from deltazoo.backends.update.base import Backend
 from deltazoo.backends.update.check import check_integer
 from deltazoo.backends.update.spec import UpdateSpec
@@ -38,15 +38,23 @@ class UpdateConfig(MixerConfig, ABC):
     @model_validator(mode="after")
     def _spec_is_valid(self) -> Self:
         try:
-            self.spec()
+            spec: object = self.spec()
         except ConfigError as error:
             raise ValueError(str(error).removeprefix(f"{UpdateSpec.__name__}: ")) from None
+        if not isinstance(spec, UpdateSpec):
+            raise PluginError(f"{type(self).__name__}.spec must return an UpdateSpec, got {type(spec).__name__}")
         return self
 
     def build(self, width: int, place: Place = FIRST_PLACE, backend: str | Backend | None = None) -> DeltaMixer:
         check_integer("width", width)
         shape = self.shape(width).validated()
-        return build_in_any_order(lambda: DeltaMixer(shape, self.spec(), self.parts(shape, place), backend, self.name))
+        return build_in_any_order(lambda: self._build(shape, place, backend))
+
+    def _build(self, shape: HeadShape, place: Place, backend: str | Backend | None) -> DeltaMixer:
+        parts = self.parts(shape, place)
+        if not isinstance(parts, Parts):
+            raise PluginError(f"{type(self).__name__}.parts must return Parts, got {type(parts).__name__}")
+        return DeltaMixer(shape, self.spec(), parts, backend, self.name)
 
     def cost(self, width: int) -> Cost:
         with torch.device("meta"):
