@@ -3,6 +3,7 @@
 test_my_mixer = conformance.suite(MyMixer(heads=2))
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import UnknownNameError
 from deltazoo.backends.update.base import Backend
+from deltazoo.backends.update.check import validate
 from deltazoo.mixers.core.mixer import Context, Mixer, MixerConfig, Place
 from deltazoo.mixers.core.state import rollback_, snapshot
+from deltazoo.mixers.core.update import Update
 
 T, CAPACITY = 19, 32
 COMPILED_T = 2  # a short sequence: graphs of the plain-PyTorch backends grow with the number of chunks
@@ -77,6 +80,53 @@ def packs(subject: Subject) -> float:
     mixer, x = subject.mixer(), subject.x()[:1]
     expected = torch.cat([mixer(x[:, :5])[0], mixer(x[:, 5:])[0]], 1)
     return relative_error(mixer(x, None, Context(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32)))[0], expected)
+
+
+@torch.no_grad()
+def continues_packs(subject: Subject) -> float:
+    """Outputs of packs that continue from states equal those of each sequence alone; a pack may lack a sequence."""
+    mixer, x = subject.mixer(), subject.x()
+    sequences = [x[:1, :8], x[:1, 8:14], x[1:, :5]]
+    expected = [mixer(sequence)[0] for sequence in sequences]
+    state: Any = mixer.init_state(3, CAPACITY)
+    first, outputs, references = [0, 0, 0], [], []
+    for lengths in ([5, 0, 4], [3, 6, 0], [0, 0, 1]):
+        tokens = [slice(begin, begin + n) for begin, n in zip(first, lengths, strict=True)]
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        pack = torch.cat([sequence[:, part] for sequence, part in zip(sequences, tokens, strict=True)], 1)
+        y, state, _ = mixer(pack, state, Context(cu_seqlens=bounds))
+        outputs.append(y)
+        references += [value[:, part] for value, part in zip(expected, tokens, strict=True)]
+        first = [part.stop for part in tokens]
+    return relative_error(torch.cat(outputs, 1), torch.cat(references, 1))
+
+
+@torch.no_grad()
+def keeps_shapes(subject: Subject) -> float:
+    """Outputs have the shape and dtype of x, and every tensor of a state has one row per sequence."""
+    for dtype in (torch.float32, torch.float64):
+        mixer, x = subject.mixer(dtype), subject.x().to(dtype)
+        y, state, _ = mixer(x, mixer.init_state(2, CAPACITY))
+        for value in (y, mixer(x)[0]):
+            if value.shape != x.shape or value.dtype != dtype:
+                return float("inf")
+        if any(tensor.shape[0] != 2 for tensor in tree_leaves(state) if isinstance(tensor, Tensor)):
+            return float("inf")
+    return 0.0
+
+
+@torch.no_grad()
+def passes_valid_operands(subject: Subject) -> float:
+    """Operands of updates are finite, decays at most 0, and strengths in the interval of their spec.
+
+    Raises: ValueRangeError, as `deltazoo.validate`, if they are not.
+    """
+    mixer = subject.mixer()
+    for module in mixer.modules():
+        if isinstance(module, Update):
+            module.register_forward_pre_hook(lambda update, arguments: validate(update.spec, arguments[0]))
+    mixer(subject.x())
+    return 0.0
 
 
 @torch.no_grad()
@@ -196,6 +246,9 @@ PROPERTIES: dict[str, tuple[Callable[[Subject], float], float]] = {
     "prefill in pieces": (prefills_in_pieces, EXACT),
     "decode": (decodes, EXACT),
     "packed": (packs, EXACT),
+    "packed pieces": (continues_packs, EXACT),
+    "shapes": (keeps_shapes, EXACT),
+    "operands": (passes_valid_operands, EXACT),
     "padded": (pads, EXACT),
     "causal, isolated": (is_causal_and_isolated, EXACT),
     "bf16 autocast": (runs_in_bfloat16, ROUNDED),
