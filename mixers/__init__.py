@@ -36,7 +36,7 @@ _OTHERS = {
     "deltazoo.mixers.families.filter": ["FilterConfig", "FilterMixer"],
     "deltazoo.mixers.families.log_linear": ["LogLinearConfig"],
     "deltazoo.mixers.families.shared_keys": ["SharedKeysConfig"],
-    "deltazoo.mixers.families.token_cache": ["TokenCacheMixer"],
+    "deltazoo.mixers.families.token_cache": ["QKV", "TokenCacheMixer"],
     "deltazoo.mixers.families.update": ["ChannelConfig", "HeadConfig", "UpdateConfig"],
 }
 

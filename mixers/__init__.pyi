@@ -45,6 +45,7 @@ from deltazoo.mixers.families.filter import FilterConfig as FilterConfig
 from deltazoo.mixers.families.filter import FilterMixer as FilterMixer
 from deltazoo.mixers.families.log_linear import LogLinearConfig as LogLinearConfig
 from deltazoo.mixers.families.shared_keys import SharedKeysConfig as SharedKeysConfig
+from deltazoo.mixers.families.token_cache import QKV as QKV
 from deltazoo.mixers.families.token_cache import TokenCacheMixer as TokenCacheMixer
 from deltazoo.mixers.families.update import ChannelConfig as ChannelConfig
 from deltazoo.mixers.families.update import HeadConfig as HeadConfig

@@ -15,7 +15,7 @@ from deltazoo.cli import app
 
 DOCS = Path(deltazoo.__file__).resolve().parent / "docs"
 PAGES = ["start.md", "ecosystem.md", *sorted(f"tutorials/{path.name}" for path in (DOCS / "tutorials").glob("*.md"))]
-KITS = ("tutorials/backend.md", "tutorials/mixer.md")  # run a whole conformance kit
+KITS = ("tutorials/backend.md", "tutorials/mixer.md", "tutorials/recurrence.md")  # run a whole conformance kit
 BLOCK = re.compile(r"^```(python|yaml|toml|console)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w.-]+\.(?:py|yaml|toml))\n")
 
@@ -62,6 +62,6 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_tutorial_runs_something() -> None:
-    assert len(PAGES) == 12
+    assert len(PAGES) == 13
     for page in PAGES:
         assert page == "tutorials/index.md" or any(language == "python" for language, _ in blocks(page)), page
