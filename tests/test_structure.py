@@ -113,6 +113,18 @@ def test_positional_arguments_of_launches_are_counted(source: str, counts: list[
     assert sorted(map(positional, launches(ast.parse(source)))) == sorted(counts)
 
 
+def test_backward_reads_its_saved_tensors_once() -> None:
+    """The second read raises under activation checkpointing, which computes the tensors again for one."""
+    functions = 0
+    for path, tree in sources("backends", "mixers", "blocks", "integrations"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "backward":
+                reads = [x for x in ast.walk(node) if isinstance(x, ast.Attribute) and x.attr == "saved_tensors"]
+                assert len(reads) <= 1, f"{path}:{node.lineno}"
+                functions += bool(reads)
+    assert functions > 20
+
+
 def test_the_interpreter_runs_the_tests_of_every_kernel() -> None:
     """Files that need the interpreter or a GPU are in the Makefile's list, unless all of their tests need a GPU."""
     (listed,) = re.findall(r"^INTERPRETED := .*test_%.py,(.*)\)$", (ROOT / "Makefile").read_text(), re.M)

@@ -67,7 +67,7 @@ class _GluLinear(torch.autograd.Function):
                 gate_RF, up_RF = hidden_R2F.chunk(2, 1)
                 return torch.mm(activate(gate_RF, ctx.activation) * up_RF, weight_DF.t())
 
-            return (*plain_gradients(plain, ctx.saved_tensors, dy_RD), None)
+            return (*plain_gradients(plain, (hidden_R2F, weight_DF), dy_RD), None)
         d_hidden_R2F, h_RF = glu_backward(hidden_R2F, torch.mm(dy_RD, weight_DF), ctx.activation)
         return d_hidden_R2F, torch.mm(dy_RD.t(), h_RF) if ctx.needs_input_grad[1] else None, None
 

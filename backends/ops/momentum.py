@@ -116,8 +116,9 @@ class _MomentumScan(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        *gradients, d_state = _backward_op(*ctx.saved_tensors, d_o, d_final, ctx.rows)
-        return *gradients, None if ctx.saved_tensors[7] is None else d_state, None, None
+        saved = ctx.saved_tensors
+        *gradients, d_state = _backward_op(*saved, d_o, d_final, ctx.rows)
+        return *gradients, None if saved[7] is None else d_state, None, None
 
 
 differentiate_exported("momentum_scan", _MomentumScan.apply)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from small_configs import small
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from deltazoo.backends.compile import CompileBackend
 from deltazoo.backends.io.errors import UnknownNameError
 from deltazoo.backends.update import registry
 from deltazoo.blocks.spec.stack_spec import StackSpec
@@ -37,6 +39,17 @@ def test_mixer_has_property(zoo: dict[str, MixerConfig], mixer_name: str, name: 
     if name in TRACED:
         config, backend = SHORT_LOOPS.get(mixer_name, config), "reference"
     assert conformance.error(config, name, backend=backend) <= conformance.PROPERTIES[name][1]
+
+
+@pytest.mark.parametrize("name", registry.names(registry.MIXERS))
+def test_activation_checkpointing_gives_equal_gradients(zoo: dict[str, MixerConfig], name: str) -> None:
+    mixer = conformance.Subject(zoo[name], 16, CompileBackend(chunk=16, compiled=False)).mixer()
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    expected, actual = (
+        torch.autograd.grad(y.square().sum(), x)
+        for y in (mixer(x).y, checkpoint(lambda x: mixer(x).y, x, use_reentrant=False))
+    )
+    torch.testing.assert_close(actual, expected)
 
 
 class Leaky(MixerConfig):

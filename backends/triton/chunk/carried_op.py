@@ -236,8 +236,9 @@ class _CarriedScan(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        operands, kind = ScanOperands(*ctx.saved_tensors[:_OPERANDS]), ctx.kind
-        prepared, checkpoints, ends, pieces, *links = ctx.saved_tensors[_OPERANDS:]
+        saved, kind = ctx.saved_tensors, ctx.kind
+        operands = ScanOperands(*saved[:_OPERANDS])
+        prepared, checkpoints, ends, pieces, *links = saved[_OPERANDS:]
         links = Links(*ctx.links, *links)
         d_o = torch.zeros_like(operands.v) if d_o is None else d_o.contiguous()
         total, d_ends = _summary_backward_op(*operands, *kind, prepared, ends, links.is_head, d_o, d_final)
