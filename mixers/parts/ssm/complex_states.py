@@ -49,7 +49,9 @@ class ToRotatingFrame(OperandPart, Stateful, TokenStep):
     """v_t <- exp(-i w t) v_t, with the angular frequencies w [HV] in radians per token.
 
     w is learned if `theta` is given; otherwise it is the intermediate "frequency". Returns w t as "angle".
-    Angles are computed in float64 modulo 2 pi, so that their error does not grow with the length of the sequence.
+    Angles are computed in float64 modulo 2 pi, so that their error does not grow with the length of the sequence. The
+    update runs in their dtype, float32 for inputs of 16 bits: the gradient of w is a sum over t of t times a difference
+    between the gradients after and before the update, where rounding to 16 bits would exceed the sum.
 
     Args: theta: base of the learned frequencies.
     State: the number of tokens that each sequence has processed, [B] int64.
@@ -77,7 +79,8 @@ class ToRotatingFrame(OperandPart, Stateful, TokenStep):
         frequency = context.intermediate("frequency") if self.turn is None else self.turn
         angle = rotation_angle(positions(x, state, context), frequency, state_dtype(inputs.v.dtype))
         new_state = None if state is None else write_back(state, state + token_counts(x, context))
-        return inputs._replace(v=_rotate(inputs.v, -angle)), new_state, {"angle": angle}
+        q, k = (y.to(angle.dtype) for y in (inputs.q, inputs.k))
+        return inputs._replace(q=q, k=k, v=_rotate(inputs.v, -angle)), new_state, {"angle": angle}
 
     def decode_token_(self, call: TokenCall) -> TokenOutput | None:
         project, position, states = call.parts["project"], call.context.positions, call.states["update"]
@@ -129,12 +132,12 @@ class ToRotatingFrame(OperandPart, Stateful, TokenStep):
 
 
 class FromRotatingFrame(OutputPart):
-    """o_t <- exp(i w t) o_t, with the intermediate "angle" of `ToRotatingFrame`."""
+    """o_t <- exp(i w t) o_t, with the intermediate "angle" of `ToRotatingFrame`, in the dtype of the projection."""
 
     def forward(
         self, o: Tensor, arguments: OutputArguments, state: Tensor | None, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        return _rotate(o, context.intermediate("angle")), None
+        return _rotate(o, context.intermediate("angle")).to(arguments.projected.v.dtype), None
 
 
 class ComplexConjugate(OutputPart):
@@ -147,7 +150,7 @@ class ComplexConjugate(OutputPart):
 
 
 def _rotate(pair: Tensor, angle: Tensor) -> Tensor:
-    """Multiply re + i im by exp(i angle). pair: [..., HV, 2]; angle: [..., HV]."""
+    """Return re + i im times exp(i angle), in the dtype of the angle. pair: [..., HV, 2]; angle: [..., HV]."""
     re, im = pair.to(angle.dtype).unbind(-1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.stack([re * cos - im * sin, re * sin + im * cos], -1).to(pair.dtype)
+    return torch.stack([re * cos - im * sin, re * sin + im * cos], -1)
