@@ -123,7 +123,9 @@ def _strengths(k: Tensor, raw_g: Tensor, raw_tau: Tensor) -> tuple[Tensor, Tenso
     """Return g^tau k / |k| and -g tau with g = softplus(raw_g) and tau = sigmoid(raw_tau)."""
     k, raw_g, raw_tau = (y.to(state_dtype(k.dtype)) for y in (k, raw_g, raw_tau))
     g, tau = F.softplus(raw_g), raw_tau.sigmoid()
-    return F.normalize(k, dim=-1) * g**tau, -g * tau
+    # below -40 log g = raw_g in float64; softplus(raw_g) may be 0 there, whose power has no finite gradient
+    log_g = torch.where(raw_g < -40, raw_g, F.softplus(raw_g.clamp(min=-40)).log())
+    return F.normalize(k, dim=-1) * (tau * log_g).exp(), -g * tau
 
 
 class ConvolvedSkip(OutputPart):
