@@ -50,7 +50,8 @@ class Raven(SharedKeysConfig):
         keys = self.key_value_shape(shape)
         projection = QKVProjection(keys, silu="v", query_heads=shape.heads)
         operands = feature_maps(self.feature, shape, tied=True)
-        operands |= {"qk_norm": KeyNorm(shape, self.norm_eps), **self.sharing(shape)}
+        mapped = Parts(projection, operands).update_shape(shape)
+        operands |= {"qk_norm": KeyNorm(mapped, self.norm_eps), **self.sharing(shape)}
         operands["decay"] = SoftplusDecay(keys, rates=(1e-4, 16))
         operands["slots"] = RoutedSlots(keys, self.slots, self.active, self.router, shape.heads)
         outputs = {"second": SlotValuePass(shape, self.slots), "silu": OutputSilu()}
