@@ -339,7 +339,7 @@ class _PaddedLayout(_Layout):
         self.context = Context(mask=mask)
 
     def states(self, x: Tensor) -> Tensor:
-        return x
+        return x.clone()  # x may be a view of the state that is written at the end, which `copy_` refuses
 
     def of_pack(self, x_1AC: Tensor) -> Tensor:
         return gather_rows(x_1AC[0], self.row_S, self.slot_A, True).view(self.count, self.T, x_1AC.shape[2])
