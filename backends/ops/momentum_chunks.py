@@ -215,7 +215,7 @@ def backward(
     x: MomentumOperands, saved: MomentumSaved, d_o: Tensor, d_final: Tensor, *, rows: int
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of windows of heads, whose states are computed again."""
-    H, per_head = x.q.shape[2], x.q.shape[0] * d_final[0, :1].numel() * d_final.element_size()
+    H, per_head = x.q.shape[2], x.q.shape[0] * d_final.shape[2:].numel() * d_final.element_size()
     size = max(1, min(H, SCRATCH // max(1, per_head)))
     parts = []
     for h in range(0, H, size):
