@@ -4,7 +4,7 @@ test_my_mixer = conformance.suite(MyMixer(heads=2))
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -270,6 +270,29 @@ def error(config: MixerConfig, name: str, width: int = 16, backend: str | Backen
         raise UnknownNameError("property", name, PROPERTIES)
     chosen = CompileBackend(chunk=16, compiled=False) if backend is None else backend
     return PROPERTIES[name][0](Subject(config, width, chosen))
+
+
+class Result(NamedTuple):
+    """One property of a mixer: its relative error, None if it raised an exception, and a sentence unless it holds."""
+
+    name: str
+    error: float | None
+    bound: float
+    failure: str = ""
+
+
+def check(config: MixerConfig, width: int = 16, backend: str | Backend | None = None) -> Iterator[Result]:
+    """Yield the result of each property. Args: as of `error`."""
+    for name, (compute, bound) in PROPERTIES.items():
+        claim = " ".join((compute.__doc__ or "").split("\n\n", maxsplit=1)[0].split())
+        try:
+            measured = error(config, name, width, backend)
+        except Exception as failure:
+            yield Result(name, None, bound, f"{name}: {type(failure).__name__}: {failure} {claim}")
+            continue
+        is_right = measured <= bound  # False for NaN
+        sentence = f"{name}: the relative error is {measured:.1e}, more than {bound:.0e}. {claim}"
+        yield Result(name, measured, bound, "" if is_right else sentence)
 
 
 def suite(
