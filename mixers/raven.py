@@ -50,9 +50,8 @@ class Raven(SharedKeysConfig):
         keys = self.key_value_shape(shape)
         projection = QKVProjection(keys, silu="v", query_heads=shape.heads)
         operands = feature_maps(self.feature, shape, tied=True)
-        mapped = Parts(projection, operands).update_shape(shape)
-        operands |= {"qk_norm": KeyNorm(mapped, self.norm_eps), **self.sharing(shape)}
-        operands["decay"] = SoftplusDecay(keys, rates=(1e-4, 16))
+        operands["qk_norm"] = KeyNorm(Parts(projection, operands).update_shape(shape), self.norm_eps)
+        operands |= {**self.sharing(shape), "decay": SoftplusDecay(keys, rates=(1e-4, 16))}
         operands["slots"] = RoutedSlots(keys, self.slots, self.active, self.router, shape.heads)
         outputs = {"second": SlotValuePass(shape, self.slots), "silu": OutputSilu()}
         outputs["norm"] = HeadNorm(shape, self.norm_eps, over="head" if self.gate else "all")
