@@ -322,9 +322,7 @@ class MixerConfig(FrozenConfig, Term, ABC):
             value = None if name in type(self).model_fields else getattr(type(self), name, None)
             if not isinstance(value, str):
                 got = "a field" if name in type(self).model_fields else "none" if value is None else repr(value)
-                raise ValueError(
-                    f'{type(self).__name__} needs a class attribute `{name}: ClassVar[str] = "..."`, got {got}'
-                )
+                raise ValueError(f'a mixer needs the class attribute `{name}: ClassVar[str] = "..."`, got {got}')
         return self
 
     @abstractmethod

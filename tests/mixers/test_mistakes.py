@@ -159,10 +159,10 @@ with warnings.catch_warnings(action="ignore"):  # pydantic's, that the field sha
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Nameless, "Nameless needs a class attribute `name: .*`, got none"),
-        (Numbered, "Numbered needs a class attribute `name: .*`, got 3"),
-        (Sourceless, "Sourceless needs a class attribute `source: .*`, got none"),
-        (Field, "Field needs a class attribute `purpose: .*`, got a field"),
+        (Nameless, "Nameless: a mixer needs the class attribute `name: .*`, got none"),
+        (Numbered, "Numbered: a mixer needs the class attribute `name: .*`, got 3"),
+        (Sourceless, "Sourceless: a mixer needs the class attribute `source: .*`, got none"),
+        (Field, "Field: a mixer needs the class attribute `purpose: .*`, got a field"),
     ],
 )
 def test_a_config_needs_a_name_and_a_source(config: type[MixerConfig], message: str) -> None:
