@@ -1,4 +1,4 @@
-"""Mistakes in a mixer that a user adds: the error names the class, the rule and what it got."""
+"""A mistake in a mixer that a user adds raises an error with the name of the class, the rule and the value given."""
 
 import warnings
 from typing import Any, ClassVar
