@@ -85,8 +85,10 @@ def load_shift(x, previous, b, d, B, traits: tl.constexpr):
     """Load x and previous - x of rows b and channels d, [rows, channels] in float32."""
     at = b[:, None] * traits.D + d[None, :]
     mask = (b < B)[:, None] & (d < traits.D)[None, :]
-    token = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    return token, tl.load(previous + at, mask=mask, other=0.0).to(tl.float32) - token
+    token = tl.load(x + at, mask=mask, other=0.0)
+    before = tl.load(previous + at, mask=mask, other=0.0)
+    token = token.to(tl.float32)
+    return token, before.to(tl.float32) - token
 
 
 @triton.jit(do_not_specialize=["B", "early"])
@@ -119,11 +121,12 @@ def ddlerp_kernel(x, previous, mix, up, sums, shifted, B, early, traits: tl.cons
     if traits.OVERLAP:
         wait_for_previous()
     in_b = (b < B)[:, None]
+    # one load of all sums: the compiler would wait for each of several before the next
+    split = tl.arange(0, triton.next_power_of_2(SPLITS))[None, :, None]
+    at = sums + (split * B + b[:, None, None]) * (P * R) + (i * R + rank)[None, None, :]
+    parts = tl.load(at, mask=in_b[:, :, None] & (split < SPLITS) & in_r[None, None, :], other=0.0)
     token, delta = load_shift(x, previous, b, d, B, traits)
-    z = tl.zeros([ROWS, BR], tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = sums + (split * B + b)[:, None] * (P * R) + (i * R + rank)[None, :]
-        z += tl.load(at, mask=in_b & in_r[None, :], other=0.0)
+    z = tl.sum(parts, 1)
     inner = (2.0 * tl.sigmoid(2.0 * z) - 1.0).to(shifted.dtype.element_ty)
     low_rank = tl.dot(inner, weight.to(inner.dtype), input_precision="ieee")
     out = token + delta * (share[None, :] + low_rank)

@@ -141,8 +141,8 @@ def rwkv_low_rank_kernel(
 
 @triton.jit
 def load_channels(x, channel, mask):
-    """Load channels in float32."""
-    return tl.load(x + channel, mask=mask, other=0.0).to(tl.float32)
+    """Load channels."""
+    return tl.load(x + channel, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -154,9 +154,9 @@ def load_ranks(weight, channel, mask, RANK: tl.constexpr):
 
 @triton.jit
 def load_low(low, RANK: tl.constexpr):
-    """Load what a map of low rank reads, in float32; zeros beyond RANK."""
+    """Load what a map of low rank reads; zeros beyond RANK."""
     i = tl.arange(0, triton.next_power_of_2(RANK))
-    return tl.load(low + i, mask=i < RANK, other=0.0).to(tl.float32)
+    return tl.load(low + i, mask=i < RANK, other=0.0)
 
 
 @triton.jit
@@ -211,7 +211,8 @@ def rwkv_step_kernel(
             w_value = load_ranks(value, column, in_v, traits.VALUE)
     if traits.OVERLAP:
         wait_for_previous()
-    # every load is issued before its first use, which may be a sum over all threads
+    # Every load is issued before the first use of one, which waits for the memory. A conversion to float32 is a use:
+    # the compiler distributes the numbers over the threads before it.
     at = states + (b * H + h) * K * V + ks[:, None] * V + vs[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     if not traits.STATE_LAST:
@@ -242,9 +243,13 @@ def rwkv_step_kernel(
             y_v = load_channels(y_value + b * (H * V), column, in_v)
         bias_v = load_channels(value_bias, column, in_v)
         v_first = load_channels(first + b * traits.FIRST_STRIDE, column, in_v)
+    y_d, y_g, bias_d = y_d.to(tl.float32), y_g.to(tl.float32), bias_d.to(tl.float32)
+    q, k_h, v_h = q.to(tl.float32), k_h.to(tl.float32), v_h.to(tl.float32)
+    if traits.VALUE > 0:
+        bias_v, v_first = bias_v.to(tl.float32), v_first.to(tl.float32)
     if traits.NORM:
         d = tl.arange(0, traits.WHOLE)
-        every = load_channels(x + b * D, d, d < D)
+        every = load_channels(x + b * D, d, d < D).to(tl.float32)
         factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
     if traits.JOINT:
         y_d = rank_product(w_decay, 2.0 * tl.sigmoid(2.0 * y_d) - 1.0)
@@ -257,7 +262,7 @@ def rwkv_step_kernel(
     if traits.VERSION == 6:
         w = tl.exp(-tl.exp(y_d))
         y_g *= tl.sigmoid(y_g)
-        bonus = tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
+        bonus = tl.sum(q * k_h * load_channels(u, key, in_k).to(tl.float32), 0) * v_h
         out = tl.sum(S * q[:, None], 0) + bonus
         S = S * w[:, None] + k_h[:, None] * v_h[None, :]
         tl.store(at, S, mask=in_state)
@@ -268,9 +273,9 @@ def rwkv_step_kernel(
             if traits.JOINT:
                 y_v = rank_product(w_value, y_v)
             v_h += (v_first - v_h) * tl.sigmoid(y_v + bias_v)
-        kappa = k_h * load_channels(xi, key, in_k)
+        kappa = k_h * load_channels(xi, key, in_k).to(tl.float32)
         kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-        k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k)
+        k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k).to(tl.float32)
 
         read = tl.sum(S * kappa[:, None], 0)
         S = S * w[:, None] - (kappa * eta)[:, None] * read[None, :] + k_h[:, None] * v_h[None, :]
@@ -279,15 +284,16 @@ def rwkv_step_kernel(
     mean = tl.sum(out, 0) / V
     centred = tl.where(in_v, out - mean, 0.0)
     out = centred * tl.rsqrt(tl.sum(centred * centred, 0) / V + traits.EPS)
-    out = out * load_channels(norm_weight, column, in_v) + load_channels(norm_bias, column, in_v)
+    out *= load_channels(norm_weight, column, in_v).to(tl.float32)
+    out += load_channels(norm_bias, column, in_v).to(tl.float32)
     if traits.VERSION == 7:
-        out += tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
+        out += tl.sum(q * k_h * load_channels(u, key, in_k).to(tl.float32), 0) * v_h
     tl.store(o + b * (H * V) + column, (out * y_g).to(o.dtype.element_ty), mask=in_v)
 
     SPAN: tl.constexpr = (D + H - 1) // H
     own = h * SPAN + tl.arange(0, traits.BD)
     mask = (own < D) & (tl.arange(0, traits.BD) < SPAN)
-    normed = load_channels(x + b * D, own, mask)
+    normed = load_channels(x + b * D, own, mask).to(tl.float32)
     if traits.NORM:
-        normed = normed * factor * load_channels(input_weight, own, mask)
+        normed *= factor * load_channels(input_weight, own, mask).to(tl.float32)
     tl.store(previous + b * D + own, normed.to(previous.dtype.element_ty), mask=mask)
