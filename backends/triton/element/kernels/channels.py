@@ -12,13 +12,12 @@ def load_channels(x, c, mask):
 
 @triton.jit
 def load_pairs(x, c, mask):
-    """Load the real and the imaginary part of each channel in float32."""
-    pairs = tl.load(x + 2 * c[:, None] + tl.arange(0, 2)[None, :], mask=mask[:, None], other=0.0)
-    return tl.split(pairs.to(tl.float32))
+    """Load the pair of numbers of each channel, [.., 2]."""
+    return tl.load(x + 2 * c[:, None] + tl.arange(0, 2)[None, :], mask=mask[:, None], other=0.0)
 
 
 @triton.jit
 def store_pairs(x, c, mask, re, im):
-    """Store the real and the imaginary part of each channel."""
+    """Store a pair of numbers of each channel."""
     pairs = tl.join(re, im).to(x.dtype.element_ty)
     tl.store(x + 2 * c[:, None] + tl.arange(0, 2)[None, :], pairs, mask=mask[:, None])

@@ -69,8 +69,11 @@ def rg_lru_step_kernel(u, gate, weight, bias, L, states, o, B, traits: tl.conste
     at = states + row[:, None] * C + channel[None, :]
     h = tl.load(at, mask=mask, other=0.0)
     of_row = row[:, None] * traits.STRIDE
-    value = tl.load(u + of_row + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(gate + of_row + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(u + of_row + channel[None, :], mask=mask, other=0.0)
+    g = tl.load(gate + of_row + channel[None, :], mask=mask, other=0.0)
+    bias_r = tl.load(bias + channel, mask=in_w, other=0.0)
+    bias_i = tl.load(bias + C + channel, mask=in_w, other=0.0)
+    log_rate = tl.load(L + channel, mask=in_w, other=0.0)
     r = tl.zeros([ROWS, CHANNELS], tl.float32)
     i = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in tl.static_range(0, W, INPUTS):
@@ -80,11 +83,10 @@ def rg_lru_step_kernel(u, gate, weight, bias, L, states, o, B, traits: tl.conste
         in_weight = (c < W)[:, None] & in_w[None, :]
         r = tl.dot(inputs, tl.load(at_weight, mask=in_weight, other=0.0), r, input_precision="ieee")
         i = tl.dot(inputs, tl.load(at_weight + C * W, mask=in_weight, other=0.0), i, input_precision="ieee")
-    r = tl.sigmoid(r + tl.load(bias + channel, mask=in_w, other=0.0).to(tl.float32)[None, :])
-    i = tl.sigmoid(i + tl.load(bias + C + channel, mask=in_w, other=0.0).to(tl.float32)[None, :])
-    rate = softplus(tl.load(L + channel, mask=in_w, other=0.0).to(tl.float32))
-    log_a = -8.0 * rate[None, :] * r
-    h = tl.exp(log_a) * h + tl.sqrt(tl.maximum(one_minus_exp(2.0 * log_a), 1e-12)) * i * value
+    r = tl.sigmoid(r + bias_r.to(tl.float32)[None, :])
+    i = tl.sigmoid(i + bias_i.to(tl.float32)[None, :])
+    log_a = -8.0 * softplus(log_rate.to(tl.float32))[None, :] * r
+    h = tl.exp(log_a) * h + tl.sqrt(tl.maximum(one_minus_exp(2.0 * log_a), 1e-12)) * i * value.to(tl.float32)
     tl.store(at, h, mask=mask)
-    out = h * activate(g, "gelu")
+    out = h * activate(g.to(tl.float32), "gelu")
     tl.store(o + row[:, None] * C + channel[None, :], out.to(o.dtype.element_ty), mask=mask)

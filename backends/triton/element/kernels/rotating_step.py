@@ -20,7 +20,7 @@ from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, w
 from deltazoo.backends.triton.element.kernels.channels import load_channels, load_pairs, store_pairs
 from deltazoo.backends.triton.element.kernels.complex_step import cos_and_sin
 
-TURN: tl.constexpr = tl.constexpr(2 * math.pi)
+TURNS: tl.constexpr = tl.constexpr(0.5 / math.pi)  # per radian; a division in float64 is a call
 
 
 class RotatingTraits(NamedTuple):
@@ -69,22 +69,34 @@ def rotating_step_kernel(
         line = tl.arange(0, max(1, traits.BC // 16)) * 32  # 16 states fill a cache line
         prefetch_line(states + tl.minimum(line, 2 * C - 1))
         wait_for_previous()
-    s_re, s_im = load_pairs(states, c, in_c)
-    v_re, v_im = load_pairs(values + row * traits.STRIDE, c, in_c)
+    # these loads come before the first use of one, which waits for the memory
     before = tl.load(seen + row)
     p = before
     if traits.POSITIONS:
         p = tl.load(position + row)
-    w = tl.load(angle + c, mask=in_c, other=0.0).to(tl.float64)
+    state = load_pairs(states, c, in_c)
+    value = load_pairs(values + row * traits.STRIDE, c, in_c)
+    w = tl.load(angle + c, mask=in_c, other=0.0)
+    if KIND != "hgrn" or traits.FLOOR:
+        size = tl.load(magnitude + c, mask=in_c, other=0.0)
+    if KIND == "hgrn":
+        z = tl.load(decays + row * traits.STRIDE + c, mask=in_c, other=0.0)
+        gate = load_pairs(gates + row * traits.STRIDE, c, in_c)
+        weight = load_pairs(norm_weight, c, in_c)
+    else:
+        step = tl.load(scale + c, mask=in_c, other=0.0)
+    s_re, s_im = tl.split(state)
+    v_re, v_im = tl.split(value.to(tl.float32))
+    w = w.to(tl.float64)
     if KIND == "lru":
-        turn = tl.exp(w) / TURN
-        a = tl.exp(-tl.exp(load_channels(magnitude, c, in_c)))
-        b_re = tl.exp(load_channels(scale, c, in_c))
+        turn = tl.exp(w) * TURNS
+        a = tl.exp(-tl.exp(size.to(tl.float32)))
+        b_re = tl.exp(step.to(tl.float32))
         b_im = tl.zeros_like(b_re)
     elif KIND == "s5":
-        dt = tl.exp(tl.load(scale + c, mask=in_c, other=0.0).to(tl.float64))
-        re = -tl.exp(tl.load(magnitude + c, mask=in_c, other=0.0).to(tl.float64))
-        turn = w * dt / TURN
+        dt = tl.exp(step.to(tl.float64))
+        re = -tl.exp(size.to(tl.float64))
+        turn = w * dt * TURNS
         wide_a = tl.exp(re * dt)
         cos, sin = cos_and_sin((turn - tl.floor(turn)).to(tl.float32))
         _, half_sin = cos_and_sin((0.5 * turn - tl.floor(0.5 * turn)).to(tl.float32))
@@ -98,12 +110,12 @@ def rotating_step_kernel(
         b_re = (a_re * re + a_im * im) / square
         b_im = (a_im * re - a_re * im) / square
     else:
-        turn = w / TURN
-        z = load_channels(decays + row * traits.STRIDE, c, in_c)
+        turn = w * TURNS
+        z = z.to(tl.float32)
         a = tl.sigmoid(z)
         b_re = tl.sigmoid(-z)
         if traits.FLOOR:
-            floor = load_channels(magnitude, c, in_c)
+            floor = size.to(tl.float32)
             above = tl.sigmoid(-floor)
             a = tl.sigmoid(floor) + above * a
             b_re *= above
@@ -120,14 +132,14 @@ def rotating_step_kernel(
     o_re = s_re * cos - s_im * sin
     o_im = s_re * sin + s_im * cos
     if KIND == "hgrn":
-        g_re, g_im = load_pairs(gates + row * traits.STRIDE, c, in_c)
+        g_re, g_im = tl.split(gate.to(tl.float32))
         o_re *= tl.sigmoid(g_re)
         o_im *= tl.sigmoid(g_im)
         mean = tl.sum(tl.where(in_c, o_re + o_im, 0.0), 0) / (2 * C)
         o_re -= mean
         o_im -= mean
         factor = tl.rsqrt(tl.sum(tl.where(in_c, o_re * o_re + o_im * o_im, 0.0), 0) / (2 * C) + traits.EPS)
-        weight_re, weight_im = load_pairs(norm_weight, c, in_c)
+        weight_re, weight_im = tl.split(weight.to(tl.float32))
         o_re *= factor * weight_re
         o_im *= factor * weight_im
     else:

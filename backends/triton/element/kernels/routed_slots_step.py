@@ -16,7 +16,6 @@ import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import softplus
 from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
-from deltazoo.backends.triton.element.kernels.channels import load_channels
 from deltazoo.backends.triton.element.kernels.rg_lru_step import one_minus_exp
 
 ROUTER_EPS: tl.constexpr = tl.constexpr(1e-9)
@@ -48,17 +47,23 @@ class SlotTraits(NamedTuple):
 
 
 @triton.jit
-def load_silu(x, c, mask):
-    """Load channels and apply SiLU."""
-    y = load_channels(x, c, mask)
-    return y * tl.sigmoid(y)
+def load_head(x, c, WIDTH: tl.constexpr):
+    """Load the channels of a head."""
+    return tl.load(x + c, mask=c < WIDTH, other=0.0)
 
 
 @triton.jit
-def load_normed(x, weight, c, traits: tl.constexpr):
-    """Load the channels of a key or query, and apply SiLU and its norm."""
-    y = load_silu(x, c, c < traits.K)
-    return y * tl.rsqrt(tl.sum(y * y, 0) / traits.K + traits.EPS) * load_channels(weight, c, c < traits.K)
+def silu(x):
+    """Return SiLU(x) in float32."""
+    x = x.to(tl.float32)
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def normed(x, weight, traits: tl.constexpr):
+    """Apply SiLU and its norm to a key or query."""
+    y = silu(x)
+    return y * tl.rsqrt(tl.sum(y * y, 0) / traits.K + traits.EPS) * weight.to(tl.float32)
 
 
 @triton.jit
@@ -109,12 +114,21 @@ def routed_slots_step_kernel(
     in_keys = (m < M)[:, None] & (c < K)[None, :]
     in_values = (m < M)[:, None] & (e < V)[None, :]
     products = row * traits.STRIDE
-    query = load_normed(q + products + h * K, q_weight, c, traits)
-    key = load_normed(k + products + g * K, k_weight, c, traits)
-    value = load_silu(v + products + g * V, e, e < V)
-    biased = tl.load(decay + products + g).to(tl.float32) + tl.load(dt_bias + g).to(tl.float32)
-    log_decay = -tl.exp(tl.load(A_log + g).to(tl.float32)) * softplus(biased)
-    r, is_active = route(load_channels(scores + products + g * M, m, m < M), m, traits)
+    # all loads come before the first use of one, which waits for the memory
+    query = load_head(q + products + h * K, c, K)
+    key = load_head(k + products + g * K, c, K)
+    value = load_head(v + products + g * V, e, V)
+    weight_q = load_head(q_weight, c, K)
+    weight_k = load_head(k_weight, c, K)
+    score = load_head(scores + products + g * M, m, M)
+    raw = tl.load(decay + products + g)
+    bias = tl.load(dt_bias + g)
+    log_rate = tl.load(A_log + g)
+    query = normed(query, weight_q, traits)
+    key = normed(key, weight_k, traits)
+    value = silu(value)
+    log_decay = -tl.exp(log_rate.to(tl.float32)) * softplus(raw.to(tl.float32) + bias.to(tl.float32))
+    r, is_active = route(score.to(tl.float32), m, traits)
     log_a = r * log_decay
     a = tl.exp(log_a)[:, None]
     w = one_minus_exp(log_a)[:, None]
