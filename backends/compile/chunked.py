@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from deltazoo.backends.compile.chunk_scan import chunk_scan
 from deltazoo.backends.compile.element_scan import element_update, uses_element_scan
-from deltazoo.backends.compile.intra_chunk import LoweredChunks
+from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, LoweredChunks
 from deltazoo.backends.compile.intra_chunk_channel import channel_operands
 from deltazoo.backends.compile.intra_chunk_scalar import scalar_operands
 from deltazoo.backends.io.errors import ShapeError
@@ -27,10 +27,8 @@ from deltazoo.backends.update.base import UpdateInputs, state_dtype
 from deltazoo.backends.update.lowering import accumulates_rounding_errors, log_decay, strengths
 from deltazoo.backends.update.spec import UpdateSpec
 
-# Lower bounds on a log decay. A larger magnitude would cost all other terms of the cumulative sum their precision.
-# The exp of the first is 0 in float64, too. That of the second is 0 in float32, and a sum of 64 of them has an error of
-# 3e-4 in float32, which 16-bit operands allow.
-_MIN_LOG_DECAY = -1000.0
+# In place of MIN_LOG_DECAY for operands of 16 bits, whose cumulative sums are in float32: its exp is 0 in float32, and
+# a sum of 64 of them has an error of 3e-4, which such operands allow.
 _MIN_LOG_DECAY_16_BITS = -104.0
 
 
@@ -76,7 +74,7 @@ def _lower(spec: UpdateSpec, x: UpdateInputs) -> LoweredChunks:
     erase, write = strengths(spec, x)
     decay = x.log_decay if spec.decay == "fixed" else log_decay(spec, x)
     if decay is not None:
-        decay = decay.clamp(min=_MIN_LOG_DECAY_16_BITS if has_16_bits else _MIN_LOG_DECAY)
+        decay = decay.clamp(min=_MIN_LOG_DECAY_16_BITS if has_16_bits else MIN_LOG_DECAY)
         if n > 1:  # a token decays the state on its first micro-step
             decay = pad(decay.unsqueeze(3), (0, 0) * (decay.dim() - 3) + (0, n - 1)).flatten(2, 3)
     v = x.v.to(dtype)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from deltazoo.backends.update.spec import UpdateSpec
 
+# A lower bound on a log decay, whose exp is 0 in float64, too: a larger magnitude would cost all other terms of the
+# cumulative sum their precision, and differences of infinite ones are NaN.
+MIN_LOG_DECAY = -1000.0
+
 
 class LoweredChunks(NamedTuple):
     """Operands in chunks, in `state_dtype`.

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, cumulative_decay, exp_as
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
 from deltazoo.backends.torch_ext.devices import device_type
@@ -24,7 +25,6 @@ from deltazoo.backends.triton.limits import kernel_refusals
 from deltazoo.backends.update.base import state_dtype
 from deltazoo.backends.update.watch import runs_by_kernel
 
-MIN_LOG_DECAY = -66.5  # a smaller decay than 2^-96 is negligible; differences of infinite ones would be NaN
 _CHUNK = 64
 
 
@@ -128,10 +128,12 @@ def _solve(
     def chunked(x: Tensor) -> Tensor:  # [S, H, C, ...], 0 at places without a token
         return F.pad(x.flatten(0, 1).to(dtype).movedim(0, -1), (0, 1)).movedim(-1, 0)[token_SC].transpose(1, 2)
 
-    b, keys, G, strength = chunked(b), chunked(k), chunked(log_decay.clamp(min=MIN_LOG_DECAY)).cumsum(-1), chunked(beta)
-    weights = (G[..., :, None] - G[..., None, :]).tril().exp().tril() * strength[..., None, :]
+    b, keys, strength = chunked(b), chunked(k), chunked(beta)
+    G = cumulative_decay(chunked(log_decay.clamp(min=MIN_LOG_DECAY)), 2)
+    weights = exp_as((G[..., :, None] - G[..., None, :]).tril(), b).tril() * strength[..., None, :]
+    from_start = exp_as(G, b)[..., None]
     writes = (keys * weights[..., -1, :, None]).mT @ keys
-    decays = G[..., -1, None, None].exp()
+    decays = from_start[:, :, -1:]
     initial = torch.zeros_like(writes) if state is None else state.to(dtype)[sequence_S]
     matrices, matrix = [], initial[0]
     for s in range(len(sequence_S)):
@@ -142,7 +144,7 @@ def _solve(
 
     def multiply(p: Tensor) -> Tensor:
         scores = (p @ keys.mT) * weights
-        return (p @ H_0) * G[..., None].exp() + scores @ keys + shift[:, None] * p
+        return (p @ H_0) * from_start + scores @ keys + shift[:, None] * p
 
     x = b.new_zeros(B * T + 1, H, K)
     x[token_SC] = conjugate_gradients(multiply, b, steps).transpose(1, 2)

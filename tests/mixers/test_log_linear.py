@@ -4,6 +4,7 @@ B batch, T time, HV value heads, K key width, V value width, L levels
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_levels_depend_on_the_last_digits_of_the_position_only(mixer: Mixer) -> 
 
 
 @pytest.mark.parametrize("transition", ["additive", "delta"])
-@pytest.mark.parametrize("adversary", ["decays of 0, -20 and -60", "near-parallel keys"])
+@pytest.mark.parametrize("adversary", ["decays of 0, -20 and -60", "decays to -inf", "near-parallel keys"])
 def test_float32_is_close_to_float64_for_adversarial_inputs(transition: str, adversary: str) -> None:
     torch.manual_seed(0)
     q, k = (unit(torch.randn(1, T, 2, 16)) for _ in range(2))
@@ -185,7 +186,8 @@ def test_float32_is_close_to_float64_for_adversarial_inputs(transition: str, adv
     if adversary == "near-parallel keys":
         k, strength = unit(k[:, :1] + 0.01 * k), 1 - 0.05 * strength
     else:
-        log_decay = torch.tensor([0.0, -20.0, -60.0])[torch.randint(3, (1, T, 2))]
+        lowest = -60.0 if adversary == "decays of 0, -20 and -60" else -math.inf
+        log_decay = torch.tensor([0.0, -20.0, lowest])[torch.randint(3, (1, T, 2))]
     operands = [q, k, torch.randn(1, T, 2, 16), log_decay, strength][: 5 if transition == "delta" else 4]
     spec = UpdateSpec(decay="head", transition=transition, beta="head" if transition == "delta" else "none", scale=1.0)
     update, x, weight = LogLinearUpdate(HeadShape(D, 2, 2, 16, 16), spec, 9), torch.randn(1, T, D), torch.randn(16)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
 
+from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, cumulative_decay, exp_as
 from deltazoo.backends.ops.log_linear import CHUNK
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.varlen import sequence_index
@@ -124,9 +125,9 @@ def chunk_step(
     weights, v = operands[-2:]
     groups = v.shape[2] // q.shape[2]
     q, k = (repeat(y, "b c h k -> b (h g) c k", g=groups) for y in (q, k))
-    total = decay.cumsum(1).mT  # [B, HV, C]
-    G = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
-    from_start, to_end = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    total = cumulative_decay(decay.clamp(min=MIN_LOG_DECAY).mT, 2)  # [B, HV, C]
+    G = exp_as((total[..., :, None] - total[..., None, :]).tril(), q).tril()
+    from_start, to_end = exp_as(total, q)[..., None], exp_as(total[..., -1:] - total, q)[..., None]
     # The rows of `reads` map the values of the chunk to its outputs, and to its K contributions to a state.
     reads = torch.cat([G * (q @ k.mT), (to_end * k).mT], 2)
     E, chunk_decay = from_start * q, from_start[..., -1:, :]
