@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, field_serializer
 from torch import Tensor, nn
 
-from deltazoo.backends.io.errors import ConfigError, PluginError
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.backends.io.frozen_config import changed_fields
 from deltazoo.backends.ops.gemv import Norm, refusals
 from deltazoo.backends.torch_ext.einops_nodes import record_einops_calls
@@ -120,7 +120,7 @@ class LayerSpec(PlainDataModel, Term):
         if mixer_backend is not None:
             resolve(mixer_backend)  # mixers without an update do not look it up
         mlp = Dense() if self.mlp is None else self.mlp
-        mixers = [_build_mixer(config, width, place, mixer_backend) for config in self.mixers]
+        mixers = [config.build(width, place, mixer_backend) for config in self.mixers]
         return Layer(self, width, mixers, None if mlp == "none" else mlp.build(width))
 
     @field_serializer("mixer")
@@ -156,13 +156,6 @@ class LayerSpec(PlainDataModel, Term):
         """Refuse a factor without effect. Args: norm_position: that of the layer. Raises: ConfigError."""
         if self.residual_scale not in (None, 1.0) and norm_position != "post":
             raise ConfigError(unused_residual_scale(self.residual_scale, norm_position))
-
-
-def _build_mixer(config: MixerConfig, width: int, place: Place, backend: str | Backend | None) -> Mixer:
-    mixer: object = config.build(width, place, backend)
-    if not isinstance(mixer, Mixer):
-        raise PluginError(f"{type(config).__name__}.build must return a Mixer, got {type(mixer).__name__}")
-    return mixer
 
 
 def unused_residual_scale(scale: float | None, norm_position: NormPosition) -> str:

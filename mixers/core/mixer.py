@@ -3,8 +3,9 @@
 B batch, T time, D width, N packed sequences
 """
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -295,6 +296,19 @@ class Cost(NamedTuple):
     cache_bytes: int
 
 
+def _returns_a_mixer(build: Callable[..., Mixer]) -> Callable[..., Mixer]:
+    """Decorate `MixerConfig.build` so that it raises PluginError for another result."""
+
+    @functools.wraps(build)
+    def checked(self: "MixerConfig", *args: Any, **kwargs: Any) -> Mixer:
+        mixer: object = build(self, *args, **kwargs)
+        if not isinstance(mixer, Mixer):
+            raise PluginError(f"{type(self).__name__}.build must return a Mixer, got {type(mixer).__name__}")
+        return mixer
+
+    return checked
+
+
 class MixerConfig(FrozenConfig, Term, ABC):
     """Config that builds a mixer. Subclass it, give every field a default, and register it in `deltazoo.mixers`.
 
@@ -314,7 +328,7 @@ class MixerConfig(FrozenConfig, Term, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "build" in vars(cls):
-            cls.build = drawn_in_float32(cls.build)  # type: ignore[method-assign]
+            cls.build = drawn_in_float32(_returns_a_mixer(cls.build))  # type: ignore[method-assign]
 
     @model_validator(mode="after")
     def _has_class_attributes(self) -> Self:

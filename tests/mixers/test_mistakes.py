@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from deltazoo.backends.io.errors import ConfigError, PluginError
 from deltazoo.backends.update.base import Backend, UpdateInputs
-from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import DeltaRuleConfig, MixerConfig
 from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place, State
 from deltazoo.mixers.core.part import HeadShape, OperandPart, Parts, Stateful
@@ -128,7 +127,7 @@ def test_a_mistake_in_a_filter_mixer_names_the_rule() -> None:
     with pytest.raises(PluginError, match=r"must be ShortConv, DiagonalSSM or CachingFilter, got Linear"):
         Forgets(module=nn.Linear(4, 4)).build(4).init_state(2)
     with pytest.raises(PluginError, match=r"Forgets\.build must return a Mixer, got NoneType"):
-        StackSpec(width=4, depth=1, vocab=5, pattern=Forgets(module="none")).build("reference")
+        Forgets(module="none").build(4)
 
 
 class Nameless(Forgets):
