@@ -32,7 +32,6 @@ TRACED = {
     "rate, channel beta, longhorn": UpdateSpec(decay="rate", beta="channel", reparam="longhorn"),
     "dplr": UpdateSpec(transition="dplr", decay="channel"),
 }
-KINDS = ("gated delta",)  # `make test-graphs` traces the others
 SPECS = {
     "gated delta": UpdateSpec(decay="head", beta="head"),
     "channel decay, negative eigenvalues": UpdateSpec(decay="channel", beta="head", negative_eigenvalues="both"),
@@ -112,7 +111,8 @@ def assert_one_graph(spec: UpdateSpec, batches: Iterable[UpdateInputs], compiler
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.graphs] * (x not in KINDS)) for x in TRACED])
+@pytest.mark.graphs
+@pytest.mark.parametrize("name", TRACED)
 def test_callers_torch_compile_gets_one_graph_for_all_lengths(name: str) -> None:
     # AOTAutograd traces the same operators of every spec: the slow test below has the specs with large graphs.
     compiler = "eager" if name in ("rate, channel beta, longhorn", "dplr") else "aot_eager"
@@ -231,6 +231,7 @@ def test_largest_finite_decay_gives_the_reference_results(decay: Any, dtype: tor
     assert_matches_reference(CompileBackend(compiled=False).forward(spec, leaves), spec, leaves)
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("only_traced")
 def test_packs_of_any_number_of_sequences_share_a_graph_from_eager_code() -> None:
     spec, backend = SPECS["gated delta"], CompileBackend(chunk=16)

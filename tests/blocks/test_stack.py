@@ -362,6 +362,7 @@ def assert_equal_gradients(*runs: tuple[Tensor, LanguageModel]) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.graphs
 def test_training_is_one_graph_for_every_length(hybrid, tokens):
     model, compiled, _ = hybrid
     counter = CompileCounterWithBackend("eager")  # AOTAutograd's part of the claim is tested on each mixer and the head

@@ -18,8 +18,8 @@ from deltazoo.mixers.core.mixer import FIRST_PLACE, Context, Cost, Mixer, Place,
 
 # Traced on the reference, whose graph of a few tokens is much smaller than that of the chunk-parallel backend.
 TRACED = ("fullgraph", "export")
-# One mixer of each kind of graph: attention, chunks, real and complex elementwise scan, dplr, token scan, FFT, router.
-KINDS_OF_GRAPHS = ("attention", "gated_deltanet", "mamba", "lru", "rwkv7", "mlstm", "s4d", "mom")
+# One mixer of each kind of graph: attention, chunks, real and complex elementwise scan, dplr, token scan, FFT.
+KINDS_OF_GRAPHS = ("attention", "gated_deltanet", "mamba", "lru", "rwkv7", "mlstm", "s4d")
 # Two steps, or two memories, have every part of a longer loop, in a smaller graph.
 SHORT_LOOPS = {"mesa": small("mesa", steps=2), "mom": small("mom", memories=2)}
 
