@@ -1,4 +1,4 @@
-"""Search SASS for three bugs of ptxas that small tests may not reveal; docs/compiler-bugs.md describes them."""
+"""Search SASS for three bugs of ptxas that small tests may not reveal (docs/compiler-bugs.md), and count its waits."""
 
 import re
 import subprocess
@@ -94,6 +94,23 @@ def overwritten_operands(text: str) -> list[str]:
         if re.match(r"(BRA|EXIT|RET)\b", instruction):
             groups, current = [], {}
     return faults
+
+
+def load_waits(text: str) -> int:
+    """Count the waits for loads from global memory, each for loads issued since the one before.
+
+    Counted from the last wait for the preceding kernel on, in the order of the text. A kernel that issues all loads
+    before it uses one waits once, for the latency of the memory.
+    """
+    waits, pending = 0, set()
+    for instruction, scoreboard, awaited in _instructions(text):
+        if awaited & pending:
+            waits, pending = waits + 1, set()
+        if instruction == "ACQBULK":
+            waits, pending = 0, set()
+        if re.match(r"(@!?U?P\w+ )?LDG\.", instruction):
+            pending.add(scoreboard)
+    return waits
 
 
 def _instructions(text: str) -> Iterator[tuple[str, int, set[int]]]:
