@@ -1,4 +1,4 @@
-"""Cases at the edge: long sequences in 16 bits, gates near zero, no rows, no tokens, and every feature map."""
+"""Cases at the edge: long sequences in 16 bits, extreme gates, no rows, no tokens, and every feature map."""
 
 import copy
 from typing import get_args
@@ -41,6 +41,24 @@ def test_gates_of_rodimus_near_zero_have_finite_gradients(bias: float, dtype: to
     mixer(x).y.square().sum().backward()
     gradients = [x.grad, *(parameter.grad for parameter in mixer.parameters())]
     assert all(gradient is None or bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", ["mlstm", "rwkv4"])
+def test_exponents_far_below_zero_are_computed_and_decoded(name: str) -> None:
+    torch.manual_seed(0)
+    mixer = small(name).build(16, backend=EAGER)
+    exact, x = copy.deepcopy(mixer).double(), 3000 * torch.randn(2, 20, 16)
+    inputs = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, expected = mixer(inputs[0]).y, exact(inputs[1]).y
+    dx, expected_dx = torch.autograd.grad(y.sum() + expected.sum(), inputs)
+    assert relative_error(y, expected) < 1e-4
+    assert relative_error(dx, expected_dx) < 1e-3
+    state, outputs = exact.init_state(2), []
+    with torch.no_grad():
+        for token in x.double().split(1, 1):
+            decoded, state, _ = exact(token, state)
+            outputs.append(decoded)
+    assert relative_error(torch.cat(outputs, 1), expected) < 1e-9
 
 
 @pytest.mark.parametrize("feature", [*get_args(Feature), *get_args(LearnedFeature)])

@@ -20,8 +20,8 @@ from deltazoo.mixers.core.sequences import last_of_each_sequence, segment_cumsum
 from deltazoo.mixers.core.state import write_back
 from deltazoo.mixers.parts.gates.decays import clamp_nonpositive
 
-# Running maximum of an empty state: below every gate's exponent, and exp(-INITIAL_MAX) is finite in float32.
-INITIAL_MAX = -80.0
+# Running maximum of an empty state: below every gate's exponent, also RWKV-4's keys, which have no bound.
+INITIAL_MAX = -1e30
 SOFT_CAP = 15.0
 INPUT_BIAS, FORGET_BIAS = -10.0, (3.0, 6.0)
 
