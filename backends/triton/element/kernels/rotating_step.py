@@ -78,24 +78,24 @@ def rotating_step_kernel(
     value = load_pairs(values + row * traits.STRIDE, c, in_c)
     w = tl.load(angle + c, mask=in_c, other=0.0)
     if KIND != "hgrn" or traits.FLOOR:
-        size = tl.load(magnitude + c, mask=in_c, other=0.0)
+        raw_magnitude = tl.load(magnitude + c, mask=in_c, other=0.0)
     if KIND == "hgrn":
         z = tl.load(decays + row * traits.STRIDE + c, mask=in_c, other=0.0)
         gate = load_pairs(gates + row * traits.STRIDE, c, in_c)
         weight = load_pairs(norm_weight, c, in_c)
     else:
-        step = tl.load(scale + c, mask=in_c, other=0.0)
+        raw_scale = tl.load(scale + c, mask=in_c, other=0.0)
     s_re, s_im = tl.split(state)
     v_re, v_im = tl.split(value.to(tl.float32))
     w = w.to(tl.float64)
     if KIND == "lru":
         turn = tl.exp(w) * TURNS
-        a = tl.exp(-tl.exp(size.to(tl.float32)))
-        b_re = tl.exp(step.to(tl.float32))
+        a = tl.exp(-tl.exp(raw_magnitude.to(tl.float32)))
+        b_re = tl.exp(raw_scale.to(tl.float32))
         b_im = tl.zeros_like(b_re)
     elif KIND == "s5":
-        dt = tl.exp(step.to(tl.float64))
-        re = -tl.exp(size.to(tl.float64))
+        dt = tl.exp(raw_scale.to(tl.float64))
+        re = -tl.exp(raw_magnitude.to(tl.float64))
         turn = w * dt * TURNS
         wide_a = tl.exp(re * dt)
         cos, sin = cos_and_sin((turn - tl.floor(turn)).to(tl.float32))
@@ -115,7 +115,7 @@ def rotating_step_kernel(
         a = tl.sigmoid(z)
         b_re = tl.sigmoid(-z)
         if traits.FLOOR:
-            floor = size.to(tl.float32)
+            floor = raw_magnitude.to(tl.float32)
             above = tl.sigmoid(-floor)
             a = tl.sigmoid(floor) + above * a
             b_re *= above

@@ -61,7 +61,7 @@ def wkv_step_kernel(k, v, r, w, u, x, largest, previous, states, o, traits: tl.c
     receptance = load_channels(r + products, c, in_c)
     bonus_weight = load_channels(u, c, in_c)
     log_rate = load_channels(w, c, in_c)
-    input = tl.load(x + row * D + d, mask=d < D, other=0.0)
+    token = tl.load(x + row * D + d, mask=d < D, other=0.0)
     s, z = tl.split(state)
     current = key + bonus_weight
     n = tl.maximum(m, current)
@@ -75,4 +75,4 @@ def wkv_step_kernel(k, v, r, w, u, x, largest, previous, states, o, traits: tl.c
     write = tl.exp(key - m)
     store_pairs(states, c, in_c, keep * s + write * value, keep * z + write)
     tl.store(largest + row * C + c, m, mask=in_c)
-    tl.store(previous + row * D + d, input, mask=d < D)
+    tl.store(previous + row * D + d, token, mask=d < D)
