@@ -6,6 +6,7 @@ from torch import Tensor
 from triton_cases import DEVICE, needs_triton
 
 from deltazoo.backends.triton.element.wkv_op import WKVCall, wkv_step_
+from deltazoo.mixers.parts.gates.exponential_gating import INITIAL_MAX
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -21,7 +22,7 @@ def case(B: int, C: int, D: int, dtype: torch.dtype) -> WKVCall:
     states[..., 1].abs_()
     states[0] = 0
     largest = 3 * draw(B, C, seed=2)
-    largest[0] = -80  # of an empty state
+    largest[0] = INITIAL_MAX  # of an empty state
     return WKVCall(
         k, v, r, w=draw(C, seed=3).to(dtype), u=draw(C, seed=4).to(dtype), x=draw(B, D, seed=5).to(dtype),
         largest=largest, previous=draw(B, 1, D, seed=6).to(dtype), states=states,

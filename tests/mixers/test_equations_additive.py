@@ -239,7 +239,7 @@ def mlstm(w: Weights, x: Tensor) -> Tensor:
     n = scan(lambda n, t: f[:, t] * n + i[:, t] * k[:, t], lambda n, t: n, x.new_zeros(2, HV, K))
     q = q * K**-0.5
     # The mixer divides the normaliser by exp(m) before it adds 1e-6, which is 1e-6 exp(m) here.
-    m, exp_m = torch.full((2, HV), -80.0, dtype=x.dtype), []
+    m, exp_m = torch.full((2, HV), -torch.inf, dtype=x.dtype), []
     for t in range(T):
         m = torch.maximum(m + f[:, t, :, 0].log(), i[:, t, :, 0].log())
         exp_m.append(m.exp())
