@@ -66,7 +66,7 @@ test-integrations: $(READY)
 test-parallel: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m parallel tests/parallel $(ARGS)
 
-# The graphs of every mixer, and of the layers of the tiny presets: three minutes on two cores.
+# The graphs of every mixer, and of the layers of the tiny presets: five minutes on two cores.
 test-graphs: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) -m graphs tests/backends tests/mixers tests/blocks tests/docs $(ARGS)
 

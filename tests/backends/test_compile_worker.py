@@ -28,6 +28,7 @@ from deltazoo.backends.triton.runtime import compile_worker, precompile
 
 triton = pytest.importorskip("triton", reason="the kernels need the package triton")
 pytestmark = [
+    pytest.mark.kernels,
     pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing"),
     pytest.mark.skipif(sys.platform != "linux", reason="Triton ships its NVIDIA compiler for Linux only"),
 ]

@@ -239,6 +239,7 @@ def test_update_traces_in_one_graph_before_any_backend_is_loaded(backend, inputs
     assert counter.frame_count == (1 if backend else 2)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize(
     "names", [("compile", None), ("reference", None), (None, "reference"), ("compile", "reference")]
 )

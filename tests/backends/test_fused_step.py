@@ -350,22 +350,17 @@ def test_the_operator_passes_opcheck(name):
     torch.library.opcheck(torch.ops.deltazoo.triton_fused_step_.default, flat, test_utils=tests)
 
 
-# These two and those of `make test-kernels` cover every flag of the kernel; the other steps are slow.
-COMPILED_FIRST = ("gated delta", "kda")
-COMPILED = ("mamba2", "householders, before", "feedback", "longhorn", "layer norm after the gate", "eight taps")
+# These cover every flag of the kernel; the other steps are slow.
+COMPILED = (
+    "gated delta", "kda", "mamba2", "householders, before", "feedback", "longhorn", "layer norm after the gate",
+    "eight taps",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(INTERPRETED or sys.platform != "linux", reason="needs Triton's compiler, not its interpreter")
 @pytest.mark.parametrize(
     "name",
-    [
-        *COMPILED_FIRST,
-        *(
-            pytest.param(name, marks=pytest.mark.kernels if name in COMPILED else pytest.mark.slow)
-            for name in STEPS
-            if name not in COMPILED_FIRST
-        ),
-    ],
+    [pytest.param(x, marks=pytest.mark.kernels if x in COMPILED else pytest.mark.slow) for x in STEPS],
 )
 def test_the_kernels_compile_for_hopper_without_spills(name, monkeypatch):
     compiler = Compiler(all=True)

@@ -54,6 +54,7 @@ def scan_arguments(shape, device="cpu"):
     return operands, kind, (*operands, *kind, True)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("heads", "lengths", "backward"),
     [

@@ -103,6 +103,7 @@ def test_equal_layers_share_a_graph_with_equal_results():
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.graphs
 def test_ddp_does_not_split_the_graph_of_a_layer(tmp_path):
     tokens, counter = torch.randint(0, 50, (2, 3)), CompileCounterWithBackend("aot_eager")
     spec = StackSpec(width=16, depth=2, vocab=50, pattern="retnet(heads=2)")
@@ -233,6 +234,7 @@ def test_layers_and_decoding_compile_under_a_function_mode(mode):
     assert torch.equal(actual_tokens, expected_tokens)
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("without_inductor")
 def test_compiled_layers_and_decoding_run_eagerly_while_flops_are_counted():
     tokens = torch.randint(0, 50, (2, 2))

@@ -156,6 +156,7 @@ def test_statistics_that_were_cast_are_combined_in_float32():
     assert combine_losses(torch.tensor(0.0), [cast]).auxiliary["a"].item() == 1 + 2.0**-9
 
 
+@pytest.mark.graphs
 def test_equal_layers_with_losses_share_a_graph(small_model, tokens):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
@@ -165,6 +166,7 @@ def test_equal_layers_with_losses_share_a_graph(small_model, tokens):
     assert counter.frame_count == 2  # of the layers and of the last norm
 
 
+@pytest.mark.graphs
 def test_losses_compile_to_one_graph(small_model, tokens):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")  # the test of checkpointed layers has AOTAutograd

@@ -390,6 +390,7 @@ def test_checkpointed_training_on_packed_sequences_is_one_graph(hybrid, tokens):
     assert counter.frame_count == 1
 
 
+@pytest.mark.graphs
 def test_decoding_is_one_graph(hybrid, tokens):
     model, compiled, counter = hybrid
     step = torch.compile(compiled, fullgraph=True, backend=counter)

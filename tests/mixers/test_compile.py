@@ -25,17 +25,16 @@ CHUNKED = CompileBackend(chunk=16, compiled=False)  # graphs grow with the chunk
 OURS = [x for x in registry.names(registry.MIXERS) if registry.owner(registry.MIXERS, x).startswith("deltazoo ")]
 
 graphs, slow = pytest.mark.graphs, pytest.mark.slow
-# Kinds of states, and ways to handle padding. The rest is traced with the graphs of all mixers.
-STATE_KINDS = ("attention", "sliding_window", "gated_deltanet", "mamba", "rwkv7")
-OTHER_STATES = (
-    "mlstm", "s4d", "titans", "log_linear_gdn", "mom of rwkv4, one active", "mla", "fox, pro",
-    "path_attention, forget gate, grouped heads", "mamba3", "lru", "gsa", "hyena",
+# Kinds of states, and ways to handle padding.
+STATE_KINDS = (
+    "attention", "sliding_window", "gated_deltanet", "mamba", "rwkv7", "mlstm", "s4d", "titans", "log_linear_gdn",
+    "mom of rwkv4, one active", "mla", "fox, pro", "path_attention, forget gate, grouped heads", "mamba3", "lru", "gsa",
+    "hyena",
 )  # fmt: skip
 # AOTAutograd functionalises the writes of a cache, of a state that a scan returns, and of states chosen by a router.
 FUNCTIONALISED = ("attention", "gated_deltanet", "mom of rwkv4, one active")
-LENGTH_CASES = ["retnet", *(pytest.param(x, marks=graphs) for x in ("gated_deltanet", "sliding_window", "attention"))]
 # A mixer with chunks and one with a window; the rest of the zoo is slow.
-EXPORTED = ("gated_deltanet", pytest.param("sliding_window", marks=graphs))
+EXPORTED = [pytest.param(x, marks=graphs) for x in ("gated_deltanet", "sliding_window")]
 OTHERS = [x for x in OURS if x not in ("gated_deltanet", "sliding_window")]
 # elementwise scan, token scan, chunks
 INDUCTOR_CASES = [pytest.param("mamba", marks=graphs), *(pytest.param(x, marks=slow) for x in ("titans", "mlstm"))]
@@ -74,8 +73,9 @@ class Serve(nn.Module):
         return y, next_y, state
 
 
+@graphs
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*STATE_KINDS, *(pytest.param(x, marks=graphs) for x in OTHER_STATES)])
+@pytest.mark.parametrize("name", STATE_KINDS)
 def test_padded_prefill_and_decoding_are_one_graph_and_update_the_state_in_place(
     zoo: dict[str, MixerConfig], name: str
 ) -> None:
@@ -99,6 +99,7 @@ def test_an_exported_program_is_saved_and_loaded(tmp_path: Path) -> None:
     assert_same(torch.export.load(tmp_path / "program.pt2").module()(x), mixer(x))
 
 
+@graphs
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sliding_window", "gated_deltanet"])
 def test_packed_prefill_is_one_graph(zoo: dict[str, MixerConfig], name: str) -> None:
@@ -111,8 +112,9 @@ def test_packed_prefill_is_one_graph(zoo: dict[str, MixerConfig], name: str) -> 
     assert counter.frame_count == 1
 
 
+@graphs
 @torch.no_grad()
-@pytest.mark.parametrize("name", LENGTH_CASES)
+@pytest.mark.parametrize("name", ["retnet", "gated_deltanet", "sliding_window", "attention"])
 def test_at_most_three_graphs_serve_all_lengths(zoo: dict[str, MixerConfig], name: str) -> None:
     """One graph for the first length, one for multiples of the chunk or window, one for all other lengths."""
     mixer = build(zoo[name], CHUNKED)

@@ -86,6 +86,7 @@ def test_accepted_drafts_join_the_cache_and_others_leave_no_trace(mixer, accepte
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.graphs
 @torch.no_grad()
 def test_a_compiled_step_is_one_graph(mixer):
     step = torch.compile(lambda x, state: mixer(x, state), fullgraph=True, backend="aot_eager")
