@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
+from deltazoo.backends.triton.element.kernels.channels import load_channels, load_raw
 
 
 class RWKVTraits(NamedTuple):
@@ -140,12 +141,6 @@ def rwkv_low_rank_kernel(
 
 
 @triton.jit
-def load_channels(x, channel, mask):
-    """Load channels."""
-    return tl.load(x + channel, mask=mask, other=0.0)
-
-
-@triton.jit
 def load_ranks(weight, channel, mask, RANK: tl.constexpr):
     """Load the weights of channels of a map of low rank, [.., RANK rounded up]."""
     i = tl.arange(0, triton.next_power_of_2(RANK))
@@ -224,32 +219,29 @@ def rwkv_step_kernel(
             y_r = load_low(low_rate + row, traits.RATE)
             y_g = load_low(low_gate + row, traits.GATE)
     else:
-        y_d = load_channels(y_decay + b * (H * K), key, in_k)
+        y_d = load_raw(y_decay + b * (H * K), key, in_k)
         if traits.VERSION == 7:
-            y_r = load_channels(y_rate + b * (H * K), key, in_k)
-            y_g = load_channels(y_gate + b * (H * V), column, in_v)
-    bias_d = load_channels(decay_bias, key, in_k)
+            y_r = load_raw(y_rate + b * (H * K), key, in_k)
+            y_g = load_raw(y_gate + b * (H * V), column, in_v)
+    bias_d = load_raw(decay_bias, key, in_k)
     if traits.VERSION == 7:
-        bias_r = load_channels(rate_bias, key, in_k)
-    q = load_channels(r + row, key, in_k)
-    k_h = load_channels(k + row, key, in_k)
-    v_h = load_channels(v + row, column, in_v)
+        bias_r = load_raw(rate_bias, key, in_k)
+    q = load_raw(r + row, key, in_k)
+    k_h = load_raw(k + row, key, in_k)
+    v_h = load_raw(v + row, column, in_v)
     if traits.VERSION == 6:
-        y_g = load_channels(g + row, column, in_v)
+        y_g = load_raw(g + row, column, in_v)
     if traits.VALUE > 0:
-        if traits.JOINT:
-            y_v = load_low(low_value + row, traits.VALUE)
-        else:
-            y_v = load_channels(y_value + b * (H * V), column, in_v)
-        bias_v = load_channels(value_bias, column, in_v)
-        v_first = load_channels(first + b * traits.FIRST_STRIDE, column, in_v)
+        y_v = load_low(low_value + row, traits.VALUE) if traits.JOINT else load_raw(y_value + b * (H * V), column, in_v)
+        bias_v = load_raw(value_bias, column, in_v)
+        v_first = load_raw(first + b * traits.FIRST_STRIDE, column, in_v)
     y_d, y_g, bias_d = y_d.to(tl.float32), y_g.to(tl.float32), bias_d.to(tl.float32)
     q, k_h, v_h = q.to(tl.float32), k_h.to(tl.float32), v_h.to(tl.float32)
     if traits.VALUE > 0:
         bias_v, v_first = bias_v.to(tl.float32), v_first.to(tl.float32)
     if traits.NORM:
         d = tl.arange(0, traits.WHOLE)
-        every = load_channels(x + b * D, d, d < D).to(tl.float32)
+        every = load_channels(x + b * D, d, d < D)
         factor = tl.rsqrt(tl.sum(every * every, 0) / D + traits.NORM_EPS)
     if traits.JOINT:
         y_d = rank_product(w_decay, 2.0 * tl.sigmoid(2.0 * y_d) - 1.0)
@@ -262,7 +254,7 @@ def rwkv_step_kernel(
     if traits.VERSION == 6:
         w = tl.exp(-tl.exp(y_d))
         y_g *= tl.sigmoid(y_g)
-        bonus = tl.sum(q * k_h * load_channels(u, key, in_k).to(tl.float32), 0) * v_h
+        bonus = tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
         out = tl.sum(S * q[:, None], 0) + bonus
         S = S * w[:, None] + k_h[:, None] * v_h[None, :]
         tl.store(at, S, mask=in_state)
@@ -273,9 +265,9 @@ def rwkv_step_kernel(
             if traits.JOINT:
                 y_v = rank_product(w_value, y_v)
             v_h += (v_first - v_h) * tl.sigmoid(y_v + bias_v)
-        kappa = k_h * load_channels(xi, key, in_k).to(tl.float32)
+        kappa = k_h * load_channels(xi, key, in_k)
         kappa /= tl.maximum(tl.sqrt(tl.sum(kappa * kappa, 0)), 1e-12, propagate_nan=tl.PropagateNan.ALL)
-        k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k).to(tl.float32)
+        k_h *= 1.0 + (eta - 1.0) * load_channels(alpha, key, in_k)
 
         read = tl.sum(S * kappa[:, None], 0)
         S = S * w[:, None] - (kappa * eta)[:, None] * read[None, :] + k_h[:, None] * v_h[None, :]
@@ -284,16 +276,16 @@ def rwkv_step_kernel(
     mean = tl.sum(out, 0) / V
     centred = tl.where(in_v, out - mean, 0.0)
     out = centred * tl.rsqrt(tl.sum(centred * centred, 0) / V + traits.EPS)
-    out *= load_channels(norm_weight, column, in_v).to(tl.float32)
-    out += load_channels(norm_bias, column, in_v).to(tl.float32)
+    out *= load_channels(norm_weight, column, in_v)
+    out += load_channels(norm_bias, column, in_v)
     if traits.VERSION == 7:
-        out += tl.sum(q * k_h * load_channels(u, key, in_k).to(tl.float32), 0) * v_h
+        out += tl.sum(q * k_h * load_channels(u, key, in_k), 0) * v_h
     tl.store(o + b * (H * V) + column, (out * y_g).to(o.dtype.element_ty), mask=in_v)
 
     SPAN: tl.constexpr = (D + H - 1) // H
     own = h * SPAN + tl.arange(0, traits.BD)
     mask = (own < D) & (tl.arange(0, traits.BD) < SPAN)
-    normed = load_channels(x + b * D, own, mask).to(tl.float32)
+    normed = load_channels(x + b * D, own, mask)
     if traits.NORM:
-        normed *= factor * load_channels(input_weight, own, mask).to(tl.float32)
+        normed *= factor * load_channels(input_weight, own, mask)
     tl.store(previous + b * D + own, normed.to(previous.dtype.element_ty), mask=mask)

@@ -5,9 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
+def load_raw(x, c, mask):
+    """Load a number of each channel, in its dtype: a conversion would wait for it before later loads are issued."""
+    return tl.load(x + c, mask=mask, other=0.0)
+
+
+@triton.jit
 def load_channels(x, c, mask):
     """Load a number of each channel in float32."""
-    return tl.load(x + c, mask=mask, other=0.0).to(tl.float32)
+    return load_raw(x, c, mask).to(tl.float32)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from deltazoo.backends.triton.decode.kernels.step_parts import softplus
 from deltazoo.backends.triton.device.overlap import start_next, wait_for_previous
+from deltazoo.backends.triton.element.kernels.channels import load_raw
 from deltazoo.backends.triton.gemv.kernels.gemv import activate
 
 
@@ -71,9 +72,9 @@ def rg_lru_step_kernel(u, gate, weight, bias, L, states, o, B, traits: tl.conste
     of_row = row[:, None] * traits.STRIDE
     value = tl.load(u + of_row + channel[None, :], mask=mask, other=0.0)
     g = tl.load(gate + of_row + channel[None, :], mask=mask, other=0.0)
-    bias_r = tl.load(bias + channel, mask=in_w, other=0.0)
-    bias_i = tl.load(bias + C + channel, mask=in_w, other=0.0)
-    log_rate = tl.load(L + channel, mask=in_w, other=0.0)
+    bias_r = load_raw(bias, channel, in_w)
+    bias_i = load_raw(bias + C, channel, in_w)
+    log_rate = load_raw(L, channel, in_w)
     r = tl.zeros([ROWS, CHANNELS], tl.float32)
     i = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in tl.static_range(0, W, INPUTS):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from deltazoo.backends.triton.device.overlap import prefetch_line, start_next, wait_for_previous
-from deltazoo.backends.triton.element.kernels.channels import load_channels, load_pairs, store_pairs
+from deltazoo.backends.triton.element.kernels.channels import load_channels, load_pairs, load_raw, store_pairs
 from deltazoo.backends.triton.element.kernels.complex_step import cos_and_sin
 
 TURNS: tl.constexpr = tl.constexpr(0.5 / math.pi)  # per radian; a division in float64 is a call
@@ -76,15 +76,15 @@ def rotating_step_kernel(
         p = tl.load(position + row)
     state = load_pairs(states, c, in_c)
     value = load_pairs(values + row * traits.STRIDE, c, in_c)
-    w = tl.load(angle + c, mask=in_c, other=0.0)
+    w = load_raw(angle, c, in_c)
     if KIND != "hgrn" or traits.FLOOR:
-        raw_magnitude = tl.load(magnitude + c, mask=in_c, other=0.0)
+        raw_magnitude = load_raw(magnitude, c, in_c)
     if KIND == "hgrn":
-        z = tl.load(decays + row * traits.STRIDE + c, mask=in_c, other=0.0)
+        z = load_raw(decays + row * traits.STRIDE, c, in_c)
         gate = load_pairs(gates + row * traits.STRIDE, c, in_c)
         weight = load_pairs(norm_weight, c, in_c)
     else:
-        raw_scale = tl.load(scale + c, mask=in_c, other=0.0)
+        raw_scale = load_raw(scale, c, in_c)
     s_re, s_im = tl.split(state)
     v_re, v_im = tl.split(value.to(tl.float32))
     w = w.to(tl.float64)

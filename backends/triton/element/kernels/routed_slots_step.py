@@ -14,8 +14,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltazoo.backends.triton.decode.kernels.step_parts import softplus
+from deltazoo.backends.triton.decode.kernels.step_parts import activate, softplus
 from deltazoo.backends.triton.device.overlap import prefetch_state, start_next, wait_for_previous
+from deltazoo.backends.triton.element.kernels.channels import load_raw
 from deltazoo.backends.triton.element.kernels.rg_lru_step import one_minus_exp
 
 ROUTER_EPS: tl.constexpr = tl.constexpr(1e-9)
@@ -47,22 +48,9 @@ class SlotTraits(NamedTuple):
 
 
 @triton.jit
-def load_head(x, c, WIDTH: tl.constexpr):
-    """Load the channels of a head."""
-    return tl.load(x + c, mask=c < WIDTH, other=0.0)
-
-
-@triton.jit
-def silu(x):
-    """Return SiLU(x) in float32."""
-    x = x.to(tl.float32)
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
 def normed(x, weight, traits: tl.constexpr):
     """Apply SiLU and its norm to a key or query."""
-    y = silu(x)
+    y = activate(x.to(tl.float32), "silu")
     return y * tl.rsqrt(tl.sum(y * y, 0) / traits.K + traits.EPS) * weight.to(tl.float32)
 
 
@@ -115,18 +103,18 @@ def routed_slots_step_kernel(
     in_values = (m < M)[:, None] & (e < V)[None, :]
     products = row * traits.STRIDE
     # all loads come before the first use of one, which waits for the memory
-    query = load_head(q + products + h * K, c, K)
-    key = load_head(k + products + g * K, c, K)
-    value = load_head(v + products + g * V, e, V)
-    weight_q = load_head(q_weight, c, K)
-    weight_k = load_head(k_weight, c, K)
-    score = load_head(scores + products + g * M, m, M)
+    query = load_raw(q + products + h * K, c, c < K)
+    key = load_raw(k + products + g * K, c, c < K)
+    value = load_raw(v + products + g * V, e, e < V)
+    weight_q = load_raw(q_weight, c, c < K)
+    weight_k = load_raw(k_weight, c, c < K)
+    score = load_raw(scores + products + g * M, m, m < M)
     raw = tl.load(decay + products + g)
     bias = tl.load(dt_bias + g)
     log_rate = tl.load(A_log + g)
     query = normed(query, weight_q, traits)
     key = normed(key, weight_k, traits)
-    value = silu(value)
+    value = activate(value.to(tl.float32), "silu")
     log_decay = -tl.exp(log_rate.to(tl.float32)) * softplus(raw.to(tl.float32) + bias.to(tl.float32))
     r, is_active = route(score.to(tl.float32), m, traits)
     log_a = r * log_decay
