@@ -52,6 +52,11 @@ def cumulative_decay(decay: Tensor, dim: int) -> Tensor:
     return wide @ lower.T if dim == decay.dim() - 1 else lower @ wide
 
 
+def decays_between(g: Tensor, like: Tensor) -> Tensor:
+    """Return exp(g_i - g_j) for j <= i, else 0, in the dtype of `like`: [.., M] -> [.., M, M]."""
+    return exp_as((g[..., :, None] - g[..., None, :]).tril(), like).tril()
+
+
 def decay_at_reads(spec: UpdateSpec, g: Tensor, decay: Tensor, dim: int) -> Tensor:
     """Return the cumulative decay at which each token's query reads the state: [.., M, ..] -> [.., C, ..]."""
     g_read = g - decay if spec.read == "before" else g

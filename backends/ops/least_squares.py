@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, cumulative_decay, exp_as
+from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, cumulative_decay, decays_between, exp_as
 from deltazoo.backends.torch_ext.autograd import differentiable_once
 from deltazoo.backends.torch_ext.custom_op import differentiate_exported, operator
 from deltazoo.backends.torch_ext.devices import device_type
@@ -130,7 +130,7 @@ def _solve(
 
     b, keys, strength = chunked(b), chunked(k), chunked(beta)
     G = cumulative_decay(chunked(log_decay.clamp(min=MIN_LOG_DECAY)), 2)
-    weights = exp_as((G[..., :, None] - G[..., None, :]).tril(), b).tril() * strength[..., None, :]
+    weights = decays_between(G, b) * strength[..., None, :]
     from_start = exp_as(G, b)[..., None]
     writes = (keys * weights[..., -1, :, None]).mT @ keys
     decays = from_start[:, :, -1:]

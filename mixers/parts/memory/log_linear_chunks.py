@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
 
-from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, cumulative_decay, exp_as
+from deltazoo.backends.compile.intra_chunk import MIN_LOG_DECAY, cumulative_decay, decays_between, exp_as
 from deltazoo.backends.ops.log_linear import CHUNK
 from deltazoo.backends.torch_ext.symbolic_sizes import is_known
 from deltazoo.backends.update.varlen import sequence_index
@@ -126,7 +126,7 @@ def chunk_step(
     groups = v.shape[2] // q.shape[2]
     q, k = (repeat(y, "b c h k -> b (h g) c k", g=groups) for y in (q, k))
     total = cumulative_decay(decay.clamp(min=MIN_LOG_DECAY).mT, 2)  # [B, HV, C]
-    G = exp_as((total[..., :, None] - total[..., None, :]).tril(), q).tril()
+    G = decays_between(total, q)
     from_start, to_end = exp_as(total, q)[..., None], exp_as(total[..., -1:] - total, q)[..., None]
     # The rows of `reads` map the values of the chunk to its outputs, and to its K contributions to a state.
     reads = torch.cat([G * (q @ k.mT), (to_end * k).mT], 2)
