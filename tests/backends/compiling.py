@@ -13,7 +13,9 @@ from deltazoo.backends.triton.chunk.heuristic import heuristic
 from deltazoo.backends.triton.chunk.plan import Plan, make_plan
 from deltazoo.backends.triton.operands import Saved, ScanKind, ScanOperands, problem_of
 from deltazoo.backends.triton.problem import Problem
+from deltazoo.backends.triton.runtime.simulation import simulated_launches
 from deltazoo.backends.triton.support import Options
+from deltazoo.mixers import MixerConfig
 
 _OPTIONS = Options()
 FLOATS = ("scale", "z_loss", "cap")  # other scalar arguments are int32
@@ -36,6 +38,20 @@ class Compiler:
         if self.all or getattr(kernel, "is_gluon", bool)():
             self.compiled.append((kernel.__name__, compile_kernel(kernel, tensors, traits, options)))
         return lambda *_: None
+
+
+def compile_step(
+    mixer: MixerConfig, width: int, rows: int, slots: int, dtype: torch.dtype = torch.bfloat16
+) -> list[tuple[str, Any]]:
+    """Compile the kernels of a decode step for sm_90. Returns: as `Compiler.compiled`."""
+    compiler = Compiler(all=True)
+    with torch.device("meta"):
+        module, x = mixer.build(width).to(dtype), torch.empty(rows, 1, width, dtype=dtype)
+    modules = ("deltazoo.backends.triton.runtime.launcher", "deltazoo.backends.triton.decode.launch")
+    runtime, decode = (patch(f"{name}.launcher", compiler) for name in modules)
+    with runtime, decode, torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
+        module(x, module.init_state(rows, slots))
+    return compiler.compiled
 
 
 def launch_update(

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from assembly import disassemble, load_waits, missing_waits, overwritten_operands, wrong_descriptor_addresses
-from compiling import Compiler, compile_kernel
+from compiling import compile_kernel, compile_step
 
 from deltazoo.backends.torch_ext.devices import DeviceSpec
 from deltazoo.backends.triton.element import selective_op
@@ -61,13 +61,13 @@ LARGE = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "width"), [*WIDTHS, ("hgrn", 4096)])
-def test_the_kernels_of_a_token_compile(name, width, dtype, monkeypatch):
-    check_step(name, width, 2, 576, dtype, monkeypatch)
+def test_the_kernels_of_a_token_compile(name, width, dtype):
+    check_step(name, width, 2, 576, dtype)
 
 
 @pytest.mark.parametrize(("name", "rows", "slots"), LARGE)
-def test_the_kernels_of_a_token_compile_for_many_rows_and_slots(name, rows, slots, monkeypatch):
-    check_step(name, 2048, rows, slots, torch.bfloat16, monkeypatch)
+def test_the_kernels_of_a_token_compile_for_many_rows_and_slots(name, rows, slots):
+    check_step(name, 2048, rows, slots, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_the_kernels_of_a_token_compile_for_many_rows_and_slots(name, rows, slot
         ({"rotary_width": 0, "rotary_theta": None}, "latent_attention_kernel"),
     ],
 )
-def test_other_rotary_widths_of_mla_compile(fields, kernel, monkeypatch):
+def test_other_rotary_widths_of_mla_compile(fields, kernel):
     expected = ("latent_token_kernel", kernel, "latent_output_kernel")
-    check_step("mla", 2048, 2, 576, torch.bfloat16, monkeypatch, fields, expected)
+    check_step("mla", 2048, 2, 576, torch.bfloat16, fields, expected)
 
 
 @pytest.mark.parametrize("fields", [{}, {"heads": 16, "key_value_heads": 8, "forget_gate": True}])
-def test_path_attention_compiles_for_many_rows(fields, monkeypatch):
+def test_path_attention_compiles_for_many_rows(fields):
     expected = ("path_decode_kernel", "path_count_kernel")
-    check_step("path_attention", 2048, 64, 576, torch.bfloat16, monkeypatch, fields, expected)
+    check_step("path_attention", 2048, 64, 576, torch.bfloat16, fields, expected)
 
 
 @pytest.mark.parametrize("architecture", [80, 86, 90])
@@ -108,16 +108,9 @@ def test_tiles_of_selective_steps_fit_the_shared_memory(C, N, R, dtype, architec
     assert compiled[0].metadata.shared <= available
 
 
-def check_step(name, width, rows, slots, dtype, monkeypatch, fields=None, kernels=()):
-    compiler = Compiler(all=True)
-    for module in ("runtime.launcher", "decode.launch"):
-        monkeypatch.setattr(f"deltazoo.backends.triton.{module}.launcher", compiler)
-    with torch.device("meta"):
-        mixer = parse({"mixer": name, **(fields or {})}).build(width).to(dtype)
-        x = torch.empty(rows, 1, width, dtype=dtype)
-    with torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
-        mixer(x, mixer.init_state(rows, slots))
-    compiled = [(kernel_name, kernel) for kernel_name, kernel in compiler.compiled if kernel_name in ALL]
+def check_step(name, width, rows, slots, dtype, fields=None, kernels=()):
+    config = parse({"mixer": name, **(fields or {})})
+    compiled = [(kernel, x) for kernel, x in compile_step(config, width, rows, slots, dtype) if kernel in ALL]
     expected = [kernel if dtype == torch.float32 else IN_16_BITS.get(kernel, kernel) for kernel in KERNELS[name]]
     assert [kernel_name for kernel_name, _ in compiled] == (list(kernels) or expected)
     for kernel_name, kernel in compiled:

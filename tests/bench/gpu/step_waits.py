@@ -7,32 +7,19 @@ became 2.6 us shorter when `ddlerp_kernel` waited twice in place of ten times.
 
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "backends"))
 
-import torch
 from assembly import disassemble, load_waits
-from compiling import Compiler
+from compiling import compile_step
 
-from deltazoo.backends.torch_ext.devices import DeviceSpec
-from deltazoo.backends.triton.runtime.simulation import simulated_launches
 from deltazoo.backends.update import registry
 from deltazoo.mixers.core.config import parse
-
-LAUNCHERS = ("runtime.launcher", "decode.launch")
 
 
 def main() -> None:
     for name in sys.argv[1:] or registry.names(registry.MIXERS):
-        compiler = Compiler(all=True)
-        with torch.device("meta"):
-            mixer = parse({"mixer": name}).build(2048).to(torch.bfloat16)
-            x = torch.empty(64, 1, 2048, dtype=torch.bfloat16)
-        runtime, decode = (patch(f"deltazoo.backends.triton.{module}.launcher", compiler) for module in LAUNCHERS)
-        with runtime, decode, torch.no_grad(), simulated_launches(DeviceSpec.named("NVIDIA H200")):
-            mixer(x, mixer.init_state(64, 576))
-        for kernel, compiled in compiler.compiled:
+        for kernel, compiled in compile_step(parse({"mixer": name}), width=2048, rows=64, slots=576):
             waits, metadata = load_waits(disassemble(compiled.asm["cubin"])), compiled.metadata
             print(f"{name}  {kernel}  {32 * metadata.num_warps}  {metadata.shared}  {waits}", flush=True)
 
