@@ -103,7 +103,7 @@ def _queries(call: LatentTokenCall) -> Tensor:
     tensors = {**call._asdict(), "query": query}
     run = launcher(latent_token_kernel, tensors, {"traits": traits}, Options(4, overlap=overlap))
     programs = B + cdiv(B, rows) * H * cdiv(C, columns)
-    run(programs, {"B": B, "S": S, "early": loads_early(call.weight)})
+    run(programs, {"B": B, "S": S, "early": loads_early(call.weight, call.norm_weight)})
     return query
 
 

@@ -61,29 +61,40 @@ class LatentTokenTraits(NamedTuple):
 
 
 @triton.jit
-def copy_rotated(x, y, h, in_h, x_stride, y_stride, cos, sin, traits: tl.constexpr):
-    """Copy R channels of heads h [.., 1] after the rotation by cos and sin [BR / 2]."""
-    R: tl.constexpr = traits.R
+def load_pairs(x, h, in_h, stride, traits: tl.constexpr):
+    """Return R channels of heads h [.., 1]: with PAIRS both halves, [.., BR / 2] each, else all [.., BR], twice."""
     P: tl.constexpr = traits.PAIRS
-    x += h * x_stride
-    y += h * y_stride
+    WIDTH: tl.constexpr = traits.BR // 2 if P > 0 else traits.BR
+    SIZE: tl.constexpr = P if P > 0 else traits.R
+    i = tl.arange(0, WIDTH)[None, :]
+    x += h * stride
+    left = tl.load(x + i, mask=in_h & (i < SIZE), other=0.0)
+    right = tl.load(x + P + i, mask=in_h & (i < SIZE), other=0.0)
+    return left, right
+
+
+@triton.jit
+def store_rotated(pairs, y, h, in_h, stride, cos, sin, traits: tl.constexpr):
+    """Store what `load_pairs` returned, after the rotation by cos and sin [BR / 2]."""
+    P: tl.constexpr = traits.PAIRS
+    y += h * stride
+    left = pairs[0]
+    right = pairs[1]
+    i = tl.arange(0, left.shape[1])[None, :]
     if P > 0:
-        i = tl.arange(0, traits.BR // 2)[None, :]
         mask = in_h & (i < P)
-        left = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
-        right = tl.load(x + P + i, mask=mask, other=0.0).to(tl.float32)
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
         turned = left * cos[None, :] - right * sin[None, :]
         tl.store(y + i, turned.to(y.dtype.element_ty), mask=mask)
         turned = right * cos[None, :] + left * sin[None, :]
         tl.store(y + P + i, turned.to(y.dtype.element_ty), mask=mask)
-    elif R > 0:
-        i = tl.arange(0, traits.BR)[None, :]
-        mask = in_h & (i < R)
-        tl.store(y + i, tl.load(x + i, mask=mask), mask=mask)
+    else:
+        tl.store(y + i, left, mask=in_h & (i < traits.R))
 
 
 @triton.jit
-def store_token(q, latent, norm_weight, position, cache, seen, query, S, traits: tl.constexpr):
+def store_token(q, latent, norm_weight, position, cache, seen, query, S, early, traits: tl.constexpr):
     """Store c and r of a row in the cache and the R channels of its queries, and count the token."""
     H: tl.constexpr = traits.H
     K: tl.constexpr = traits.K
@@ -93,34 +104,46 @@ def store_token(q, latent, norm_weight, position, cache, seen, query, S, traits:
     HEADS: tl.constexpr = traits.HEADS
     b = tl.program_id(0).to(tl.int64)
     number = position if traits.POSITIONS else seen
+    q += b * traits.Q_STRIDE
+    latent += b * traits.LATENT_STRIDE
+    query += b * (H * (C + R))
+    c = tl.arange(0, traits.BC)
+    one = tl.arange(0, 1)[:, None]
     cos = 1.0
     sin = 0.0
+    if traits.OVERLAP:
+        if early == 0:
+            wait_for_previous()
+    scale = tl.load(norm_weight + c, mask=c < C, other=0.0)
     if P > 0:
         frequency = frequency_of(tl.arange(0, traits.BR // 2), traits)
         guess = tl.load(number + b, cache_modifier=".cg")  # a kernel that has not ended may yet write it
         cos, sin = rotation_at(guess, frequency, traits)
     if traits.OVERLAP:
         wait_for_previous()
-        if P > 0:
-            p = tl.load(number + b)
-            if p != guess:
-                cos, sin = rotation_at(p, frequency, traits)
+    # all loads before the first use: after a use the next load would wait for this one
+    p = tl.load(number + b)
     before = tl.load(seen + b)
-    q += b * traits.Q_STRIDE
-    latent += b * traits.LATENT_STRIDE
-    cache += (b * S + before % S) * (C + R)
-    query += b * (H * (C + R))
-    c = tl.arange(0, traits.BC)
-    y = tl.load(latent + c, mask=c < C, other=0.0).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, 0) / C + traits.EPS)
-    y *= tl.load(norm_weight + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(cache + c, y.to(cache.dtype.element_ty), mask=c < C)
-    one = tl.arange(0, 1)[:, None]
-    copy_rotated(latent + C, cache + C, one, one == 0, 0, 0, cos, sin, traits)
+    y = tl.load(latent + c, mask=c < C, other=0.0)
     if R > 0:
-        for first in range(0, H, HEADS):
+        own = load_pairs(latent + C, one, one == 0, 0, traits)
+        of_heads = ()
+        for first in tl.static_range(0, H, HEADS):
             h = (first + tl.arange(0, HEADS))[:, None]
-            copy_rotated(q + K, query + C, h, h < H, K + R, C + R, cos, sin, traits)
+            of_heads = of_heads + (load_pairs(q + K, h, h < H, K + R, traits),)
+    if P > 0:
+        if p != guess:
+            cos, sin = rotation_at(p, frequency, traits)
+    cache += (b * S + before % S) * (C + R)
+    y = y.to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 0) / C + traits.EPS)
+    y *= scale.to(tl.float32)
+    tl.store(cache + c, y.to(cache.dtype.element_ty), mask=c < C)
+    if R > 0:
+        store_rotated(own, cache + C, one, one == 0, 0, cos, sin, traits)
+        for first in tl.static_range(0, H, HEADS):
+            h = (first + tl.arange(0, HEADS))[:, None]
+            store_rotated(of_heads[first // HEADS], query + C, h, h < H, C + R, cos, sin, traits)
     tl.debug_barrier()  # after every thread has loaded the number
     tl.store(seen + b, before + 1)
 
@@ -174,7 +197,7 @@ def latent_token_kernel(
     if traits.OVERLAP:
         start_next()
     if tl.program_id(0) < B:
-        store_token(q, latent, norm_weight, position, cache, seen, query, S, traits)
+        store_token(q, latent, norm_weight, position, cache, seen, query, S, early, traits)
     else:
         map_queries(q, weight, query, B, early, traits)
 
