@@ -21,7 +21,6 @@ HEADS = gl.constexpr(gl.SliceLayout(0, ACC.value))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes per thread
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY.value))
 COPY_COLUMNS = gl.constexpr(gl.SliceLayout(0, COPY.value))
-OUT = gl.constexpr(gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1]))  # of stores: channels are adjacent
 
 
 @gluon.jit
@@ -35,17 +34,26 @@ def copy_rows(c_s, r_s, rows, number, in_rows, traits: gl.constexpr):
 
 
 @gluon.jit
-def copy_slots(c_s, r_s, latent, n, stop, traits: gl.constexpr):
-    """Issue the copies of a tile of slots from n on, as one group; those from `stop` on become zero."""
+def copy_slots(c_s, r_s, latent, n, begin, stop, traits: gl.constexpr):
+    """Issue the copies of the tile of slots from n on, as one group; none if n < begin, zeros from `stop` on."""
     s = n + gl.arange(0, traits.BN, COPY_ROWS)
-    if n < stop:
+    if n >= begin:
         copy_rows(c_s, r_s, latent, s, s < stop, traits)
     async_copy.commit_group()
 
 
+@gluon.jit
+def last_tile(begin, stop, traits: gl.constexpr):
+    """Return the first slot of the last tile of a part; one before `begin` if the part has no slots."""
+    return begin + (gl.cdiv(stop - begin, traits.BN) - 1) * traits.BN
+
+
 @gluon.jit(do_not_specialize=["S"])
 def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.constexpr):
-    """Compute what latent_attention_kernel computes, in 16 bits. C and R are powers of two, at least 64."""
+    """Compute what latent_attention_kernel computes, in 16 bits. C and R are powers of two, at least 64.
+
+    From the last tile to the first: the last one, of which few slots may be filled, is computed while others arrive.
+    """
     H: gl.constexpr = traits.H
     C: gl.constexpr = traits.V
     R: gl.constexpr = traits.R
@@ -58,24 +66,25 @@ def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.co
     q_c_s = gl.allocate_shared_memory(latent.dtype.element_ty, [ROWS, C], SMEM)
     q_r_s = gl.allocate_shared_memory(latent.dtype.element_ty, [ROWS, R], SMEM)
     p_s = gl.allocate_shared_memory(latent.dtype.element_ty, [BN, ROWS], WEIGHTS)
-    start_next()
     part = gl.program_id(0) % PARTS
     group = gl.program_id(0) // PARTS % GROUPS
     b = (gl.program_id(0) // (PARTS * GROUPS)).to(gl.int64)
     latent += b * S * (C + R)
     wait_for_previous()
     end = gl.minimum(gl.load(ends + b), S).to(gl.int32)
-    begin, stop = bounds_of(part, end, traits)
     head = group * ROWS + gl.arange(0, ROWS, COPY_ROWS)
     copy_rows(q_c_s, q_r_s, q + b * H * (C + R), head, head < H, traits)
-    copy_slots(c_s.index(0), r_s.index(0), latent, begin, stop, traits)
-    copy_slots(c_s.index(1), r_s.index(1), latent, begin + BN, stop, traits)
+    begin, stop = bounds_of(part, end, traits)
+    n = last_tile(begin, stop, traits)
+    copy_slots(c_s.index(0), r_s.index(0), latent, n, begin, stop, traits)
+    copy_slots(c_s.index(1), r_s.index(1), latent, n - BN, begin, stop, traits)
+    start_next()  # not before: the next kernel loads its weights at once, which would delay these copies
 
     m = gl.full([ROWS], float("-inf"), gl.float32, HEADS)
     l = gl.zeros([BN, ROWS], gl.float32, ACC)
     o_tile = gl.zeros([C, ROWS], gl.float32, ACC)
     buffer = 0
-    for n in range(begin, stop, BN):
+    while n >= begin:
         async_copy.wait_group(1)
         fence_async_shared()
         barrier()
@@ -94,14 +103,15 @@ def latent_attention_sm90_kernel(q, latent, ends, partial, lse, S, traits: gl.co
         barrier()
         o_tile = warpgroup_mma(c_tile.permute((1, 0)), p_s, o_tile * decay)
         barrier()
-        copy_slots(c_tile, r_s.index(buffer), latent, n + 2 * BN, stop, traits)
+        copy_slots(c_tile, r_s.index(buffer), latent, n - 2 * BN, begin, stop, traits)
         buffer = 1 - buffer
+        n -= BN
     async_copy.wait_group(0)  # of q, if there is no slot
     barrier()
     total = gl.sum(l, 0)
     o_tile *= gl.where(total == 0.0, 0.0, 1.0 / total)[None, :]
-    head = group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
-    at = partial + ((b * H + head) * PARTS + part)[None, :] * C + gl.arange(0, C, gl.SliceLayout(1, OUT))[:, None]
-    gl.store(at, gl.convert_layout(o_tile, OUT), mask=(head < H)[None, :])
     head = group * ROWS + gl.arange(0, ROWS, HEADS)
-    gl.store(lse + (b * H + head) * PARTS + part, m + gl.log2(total), mask=head < H)
+    at_part = (b * H + head) * PARTS + part
+    at = partial + at_part[None, :] * C + gl.arange(0, C, SLOTS)[:, None]
+    gl.store(at, o_tile, mask=(head < H)[None, :])  # 8 threads fill a sector
+    gl.store(lse + at_part, m + gl.log2(total), mask=head < H)
