@@ -25,7 +25,7 @@ _COLUMN_BYTES = 128  # of c of a tile of queries
 _QUERY_ROWS = 64
 _PAIRS_AT_ONCE = 1024  # of channels of queries
 _OUTPUT_ROWS, _OUTPUT_PARTS, _OUTPUT_WARPS = 16, 32, 8  # rows, rows x parts at a time
-_OUTPUT_BLOCK, _WEIGHT_BYTES = 512, 65536  # bytes of W_v: of a row in a product; of a program
+_OUTPUT_BLOCK, _WEIGHT_BYTES = 128, 65536  # bytes of W_v: of a row in a product; of a program
 
 
 class LatentTokenCall(NamedTuple):
