@@ -29,15 +29,19 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # The suites start many processes, which would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-kernels test-oldest test-gpu test-graphs test-families test-evidence test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
+.PHONY: demo test test-runs test-kernels test-oldest test-gpu test-graphs test-families test-evidence test-integrations test-parallel test-all lint docs docs-external bench bench-baseline cpu-table conformance portability mutations plugin setup clean
 
 demo: $(READY)
 	$(BIN)/deltazoo demo $(ARGS)
 
 # Every mixer, backend and command; then one interpreter case for each kernel phase. One process per core, one thread each.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels and not parallel and not graphs" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow and not kernels and not parallel and not graphs and not runs" $(ARGS)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PYTEST) -m kernel_smoke $(INTERPRETED)
+
+# Training runs, generation with drafts and kept decoders, the engine and the tiny presets: three minutes on two cores.
+test-runs: $(READY)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "runs and not slow and not parallel and not graphs" tests/blocks tests/parallel $(ARGS)
 
 # All kernels without a GPU: compiled for sm_90, then run in Triton's interpreter and on the Gluon stand-in.
 test-kernels: $(READY)
@@ -78,8 +82,8 @@ test-families: $(READY)
 test-evidence: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) tests/evidence $(ARGS)
 
-# Both, and the GPU tests, which skip themselves without a GPU.
-test-all: test test-kernels
+# These, and the GPU tests, which skip themselves without a GPU.
+test-all: test test-runs test-kernels
 
 # The repository's root is the package: a link gives it its name for mypy.
 lint: $(READY)

@@ -18,6 +18,7 @@ from deltazoo.blocks.generation.engine.pool import RETRY_AFTER
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
+pytestmark = pytest.mark.runs
 REPEATED = [3, 4, 5, 6, 7, 8] * 4
 
 

@@ -14,6 +14,7 @@ from deltazoo.blocks.generation.engine.pages import PageAllocator
 from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
+pytestmark = pytest.mark.runs
 SLOTS = 4  # of a page
 
 

@@ -20,6 +20,7 @@ from deltazoo.blocks.generation.generate import generate_tokens, stream
 from deltazoo.blocks.generation.prompts import PromptGraphs
 from deltazoo.blocks.generation.sampling import Sampling
 
+pytestmark = pytest.mark.runs
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

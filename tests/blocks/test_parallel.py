@@ -21,6 +21,7 @@ from deltazoo.blocks.training.objective import Objective
 from deltazoo.mixers.core.conformance import relative_error
 from deltazoo.mixers.core.mixer import Mixer
 
+pytestmark = pytest.mark.runs
 MLP = {"type": "moe", "experts": 3, "width": 8, "shared_width": 8, "balance": 0.1}
 PATTERN = "gated_deltanet(heads=1) + mom(memories=3, z=0.1) + sliding_window(heads=1, window=4)"
 SPEC = {"width": 16, "depth": 3, "vocab": 29, "pattern": PATTERN, "mlp": MLP}

@@ -17,6 +17,7 @@ from deltazoo.blocks.training.interrupts import TrainingInterrupted
 from deltazoo.blocks.training.source import ShardSource
 from deltazoo.blocks.training.tasks import resume
 
+pytestmark = pytest.mark.runs
 CONFIG = training_cases.changed(
     training_cases.CONFIG, steps=8, batch__rows=2, batch__length=32, schedule__warmup=0, evaluation__every=4,
     evaluation__batches=1,

@@ -19,6 +19,7 @@ from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import GatedDeltaNet
 
+pytestmark = pytest.mark.runs
 REPEATED = [3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8, 3, 4, 5]
 
 

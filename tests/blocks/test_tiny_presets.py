@@ -14,6 +14,7 @@ from deltazoo.blocks.model.stack import LanguageModel
 from deltazoo.blocks.spec import presets
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
+pytestmark = pytest.mark.runs
 TINY = [name for name in presets.names() if name.endswith("-tiny")]
 TEXT = torch.tensor([list(b"the quick brown fox jumps over the lazy dog")])
 

@@ -50,6 +50,8 @@ from deltazoo.blocks.training.run import Run
 from deltazoo.blocks.training.tasks import resume
 from deltazoo.mixers import LinearAttention, MoM
 
+pytestmark = pytest.mark.runs
+
 
 def train(spec, text, config, folder=None, **options):
     return tasks.train(spec, folder, text, config, **{"progress": silent, **options})

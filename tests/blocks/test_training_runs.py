@@ -31,6 +31,7 @@ from deltazoo.blocks.training.step import Stepper
 from deltazoo.blocks.training.tasks import resume
 from deltazoo.blocks.training.watching import recurrent_statistics
 
+pytestmark = pytest.mark.runs
 CONFIG = training_cases.changed(
     training_cases.CONFIG, steps=4, batch__rows=4, batch__length=16, schedule__warmup=0, evaluation__every=2,
     evaluation__batches=1, checkpoint__background=True,

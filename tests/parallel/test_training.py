@@ -20,7 +20,10 @@ from deltazoo.blocks.parallel.launch import LOST_CONNECTION
 from deltazoo.blocks.parallel.ranks import check_sizes
 from deltazoo.cli import app
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.runs,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo"),
+]
 EXACT = 1e-9
 SKIP = ("--set", "optimizer.skips=2")
 
