@@ -65,14 +65,14 @@ def test_update_example_computes_the_recurrence() -> None:
 
 @pytest.mark.parametrize("text", [README, UPDATE], ids=["model", "update"])
 def test_example_answers_without_compiling(text: str, tmp_path: Path) -> None:
-    """A compilation alone takes 20 s; an example takes 5 s of processor time, half of it to import torch."""
-    code = f"import time\n{code_blocks('python', text)[0]}\nprint(time.process_time())"
+    """A compilation takes 20 s, an example 5 s of processor time, half of it to import torch."""
+    code = f"import sys\n{code_blocks('python', text)[0]}\nprint('torch._inductor.compile_fx' in sys.modules)"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert process.returncode == 0, process.stderr
-    assert float(process.stdout.split()[-1]) < 10
+    assert process.stdout.split()[-1] == "False"
 
 
 def test_mixer_example_gives_equal_results_in_pieces_and_at_once() -> None:
