@@ -6,6 +6,9 @@ memory is coherent. Every program calls `wait_for_previous` before its other loa
 the kernel before it ended, and with it, because each of them waits, every earlier kernel. If a kernel calls
 `start_next` after `wait_for_previous`, the next one may load what kernels before it have written, past the L1 cache
 (".cg").
+
+Threads that load a number before the wait may get different ones. No branch on it may contain a barrier, a reduction or
+a change of layout: threads that do not enter it would never arrive, and the kernel would hang.
 """
 
 import triton
