@@ -15,7 +15,6 @@ from deltazoo.blocks.generation.engine.prefix_tree import PrefixTree
 from deltazoo.blocks.spec.stack_spec import StackSpec
 
 pytestmark = pytest.mark.runs
-
 VOCAB, NAN = 24, 23  # the embedding of the last token is NaN
 SLOTS = 8
 
