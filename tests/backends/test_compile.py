@@ -205,6 +205,7 @@ def test_eager_calls_compile_under_a_function_mode() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.graphs
 @pytest.mark.usefixtures("only_traced")
 def test_eager_calls_run_eagerly_under_a_dispatch_mode_and_compile_after_it() -> None:
     spec, backend = UpdateSpec(transition="additive"), CompileBackend(chunk=16)
@@ -241,6 +242,7 @@ def test_packs_of_any_number_of_sequences_share_a_graph_from_eager_code() -> Non
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.graphs
 @torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
 def test_missing_cxx_compiler_raises_unsupported_error() -> None:
     with pytest.raises(UnsupportedError, match=r"needs a C\+\+ compiler"):

@@ -223,6 +223,7 @@ def test_environment_variables_do_not_choose_a_backend():
     assert process.stdout.strip() == "compile"
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("backend", [None, "compile", "reference", "deltazoo.backends.compile:CompileBackend"])
 def test_update_traces_in_one_graph_before_any_backend_is_loaded(backend, inputs, no_backend_loaded):
     counter = CompileCounterWithBackend("eager")

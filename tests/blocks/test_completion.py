@@ -93,6 +93,7 @@ def test_sampled_ids_above_255_are_reported(monkeypatch, caplog):
     )
 
 
+@pytest.mark.runs
 def test_a_long_text_is_decoded_by_a_compiled_step_with_equal_text(model, monkeypatch):
     calls = []
 

@@ -144,6 +144,7 @@ def test_compiled_steps_give_the_tokens_of_runs_alone(model):
     check_random_requests(make(model, compile=True), 12, seed=1)
 
 
+@pytest.mark.runs
 def test_sampled_tokens_are_those_of_generate_tokens_with_the_same_seed(model, engine):
     samplings = [
         Sampling(temperature=0.7, seed=1, max_tokens=70),
@@ -161,6 +162,7 @@ def test_sampled_tokens_are_those_of_generate_tokens_with_the_same_seed(model, e
         assert request.tokens == alone(model, request.prompt, request.sampling), request.sampling
 
 
+@pytest.mark.runs
 def test_the_penalty_does_not_count_draws_before_the_end_of_the_prompt(model):
     """A piece of a prompt may end in the step that draws the first token of another one."""
     penalized = Sampling(temperature=0, repetition_penalty=5.0, max_tokens=9)
@@ -190,6 +192,7 @@ def test_log_probabilities_are_those_of_the_forward_pass(model, engine):
     assert none.logprobs == []
 
 
+@pytest.mark.runs
 def test_a_common_prefix_is_read_once_whether_requests_come_together_or_later(model):
     prefix, sampling = draw(90), Sampling(temperature=0, max_tokens=3)
     prompts = [prefix + draw(n + 1, n) for n in range(6)]
@@ -219,6 +222,7 @@ def test_equal_prompts_are_read_once(model, engine):
         assert request.tokens == alone(model, request.prompt, sampling)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("suffix", [1, 2, 3, 4, 5])
 def test_a_piece_shorter_than_a_convolution_after_a_shared_prefix_leaves_the_snapshot(model, engine, suffix):
     prefix, sampling = draw(33), Sampling(temperature=0, max_tokens=4)
@@ -246,6 +250,7 @@ def test_a_prefix_that_ends_a_few_tokens_past_a_chunk_is_restored_exactly(past):
         assert request.tokens == alone(model, request.prompt, sampling)
 
 
+@pytest.mark.runs
 def test_snapshots_stay_within_their_memory_and_the_tree_forgets_prompts(model):
     engine = make(model)
     row = engine._reading.row_bytes
@@ -273,6 +278,7 @@ def test_a_prefix_larger_than_the_memory_is_read_by_each_request(model):
         assert request.tokens == alone(model, request.prompt, sampling)
 
 
+@pytest.mark.runs
 def test_a_request_with_nan_logits_ends_alone(build, spec):
     model = build(spec.model_copy(update={"tied": False})).float()
     engine = make(model)
@@ -320,6 +326,7 @@ def test_an_error_in_a_step_ends_the_requests_of_the_call_and_no_other(model, en
         assert request.tokens == expected
 
 
+@pytest.mark.runs
 def test_requests_cancelled_at_random_moments_leave_the_others(model):
     rng, engine = random.Random(3), make(model)
     requests = [engine.submit(prompt, sampling) for prompt, sampling in random_requests(16, 5)]

@@ -211,6 +211,7 @@ def test_a_decoder_is_reusable_and_keeps_its_addresses(model, tokens):
     assert [tensor.data_ptr() for tensor in tensors_after] == addresses
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_step_generates_the_same_tokens(build, tokens, monkeypatch, compiler):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
@@ -224,6 +225,7 @@ def test_a_compiled_step_generates_the_same_tokens(build, tokens, monkeypatch, c
     )
 
 
+@pytest.mark.runs
 def test_a_compiled_decoder_refuses_hooks_that_the_model_got_after_the_first_step(build, spec, tokens, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(spec)
@@ -239,6 +241,7 @@ def test_a_compiled_decoder_refuses_hooks_that_the_model_got_after_the_first_ste
     generate(eager, tokens(1, 3), 4, temperature=0)
 
 
+@pytest.mark.runs
 def test_a_compiled_decoder_refuses_a_model_that_was_converted(build, spec, tokens, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = build(spec)

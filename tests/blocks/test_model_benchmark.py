@@ -153,6 +153,7 @@ def test_rows_have_the_speeds_and_the_reasons(eager):
     assert result.model_copy(update={"rows": [slow]}).table().rows[0][5:7] == ["0", "0.001"]  # GFLOP/s
 
 
+@pytest.mark.runs
 def test_layers_and_decoding_step_are_compiled(monkeypatch):
     # Inductor takes a minute
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

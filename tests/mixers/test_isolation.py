@@ -78,6 +78,7 @@ def test_nan_stays_within_its_sequence_across_chunks(config: MixerConfig) -> Non
     check_long_pack(config, lambda mixer: mixer)
 
 
+@pytest.mark.graphs
 @pytest.mark.parametrize("config", [FoX(heads=2), SlidingWindow(heads=2, window=20)], ids=lambda config: config.name)
 def test_nan_stays_within_its_sequence_in_compiled_attention(config: MixerConfig) -> None:
     """Compiled code cannot attend to one sequence after the other."""
