@@ -47,8 +47,8 @@ class CompileBackend(Backend):
     inputs). For 16-bit inputs a GPU computes the products of the scan in tf32, unless the erase lets rounding errors
     grow (several householders, negative eigenvalues, a separate erase key).
 
-    Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per spec, dtype,
-    heads and widths, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on stderr, if
+    Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per spec, device,
+    dtype, heads and widths, and again for packs, for B = 1 and with gradients, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on stderr, if
     that is a terminal, after 2 s. `CompileBackend(compiled=False)` answers at once, for small or few inputs. A single
     token is computed without chunks and without compiling.
 
@@ -56,7 +56,7 @@ class CompileBackend(Backend):
     retain_graph=True, unless `torch._functorch.config.donated_buffer` is False.
 
     Args:
-        chunk: tokens per chunk, a power of two from 16 to 512; with householders, micro-steps per chunk. None: 32 on
+        chunk: tokens per chunk, a power of two from 16 to 512; with householders, least micro-steps. None: 32 on
             the CPU, where the amount of arithmetic dominates, and 64 elsewhere, where the number of launches does.
         compiled: False runs the same code eagerly: slower, but needs no C++ compiler.
     """
@@ -136,12 +136,12 @@ class CompileBackend(Backend):
         return UpdateOutput(merge_chunks(o, inputs.q.shape[1], table), state)
 
     def _chunk_tokens(self, spec: UpdateSpec, device: str) -> int:
-        """Return C: the fewest tokens with at least `chunk` micro-steps.
+        """Return C: the first of 16, 32, ..., 512 tokens with at least `chunk` micro-steps.
 
         Chosen from literals, because torch.compile would treat an integer attribute as a dynamic size.
         """
         micro_steps = (32 if device == "cpu" else 64) if self.chunk is None else self.chunk
-        for tokens in (16, 32, 64, 128, 256, 512):
+        for tokens in (16, 32, 64, 128, 256):
             if tokens * spec.householders >= micro_steps:
                 return tokens
         return 512

@@ -7,7 +7,7 @@ exp(-g_j) alone overflows for strong decays. The dyadic decomposition of the chu
 takes both decays relative to the boundary between the two halves, where both factors are at most 1. Level s computes
 the products of the rows in the second half of each block of 2 s micro-steps with the columns in the first half.
 
-Traced, the levels would be most of the graph of a layer: compilation of KDA takes three times as long.
+It is one operator: with traced levels the compilation of KDA takes three times as long.
 
 N chunks, Z = B x HV, X rows of N Z, M micro-steps per chunk, K key width, R kinds of rows (queries, erase keys),
 W kinds of columns (write keys), L blocks of a level

@@ -43,8 +43,9 @@ class LoweredChunks(NamedTuple):
 def cumulative_decay(decay: Tensor, dim: int) -> Tensor:
     """Return g, the cumulative sum of the log decay within a chunk, along `dim` (last or second to last).
 
-    In float64, so that differences g_i - g_j stay exact after a token with the lowest log decay. A product with a
-    triangular matrix of ones, because its gradient is a product too; the gradient of `cumsum` is two flips and a sum.
+    The sum is in float64, except on MPS, so that differences g_i - g_j stay accurate after a token with the lowest log
+    decay. It is a product with a triangular matrix of ones, whose gradient is one product; that of `cumsum` is two flips
+    and a sum.
     """
     wide = decay.to(decay.dtype if decay.device.type == "mps" else torch.float64)
     M = decay.shape[dim]

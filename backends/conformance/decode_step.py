@@ -93,7 +93,7 @@ def draw_step(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> FusedOperands:
-    """Draw the operands of a step in float64 and round them: activations to dtype, parameters to float32.
+    """Draw the operands of a step in float64 and round them: activations to dtype, parameters to at least float32.
 
     beta and decay are slices of one tensor, as in a mixer with one projection for both.
 

@@ -104,7 +104,7 @@ def _differences(
             outside = ~region.operands[operand]
             leak = rms(before[name] * ~outside)
             if leak > tolerance * rms(before[name]):
-                failures.append(f"{name} must be 0 where no output depends on {region.description}, got {leak:.1e}")
+                failures.append(f"{name} must be 0 at {region.description}, got RMS {leak:.1e}")
         elif poison:
             continue  # the gradient is a sum that includes the region, so it is NaN
         else:

@@ -1,10 +1,10 @@
 """States at the start of a rank's segments, from summaries of the pieces of all ranks.
 
 A recurrence takes the state before a piece to the state after it by a map that does not depend on that state. Each rank
-computes for its pieces the map M_g of the last segment and its contribution N_g, the final state from a zero state. The
-ranks gather these summaries once, and combine them in order:
+computes for its pieces the map M_g of the last segment and its contribution n_g, the final state from a zero state. The
+ranks gather these summaries once, and combine them in order, with h_g the state before piece g:
 
-    C_(g+1) = N_g + M_g C_g    if the last segment of piece g continues a document, else N_g
+    h_(g+1) = n_g + M_g h_g    if the last segment of piece g continues a document, else n_g
 
 G pieces of all ranks, P of this rank, N segments, D documents, C channels
 """
@@ -61,7 +61,7 @@ def scale_state(decay: Tensor, state: Tensor) -> Tensor:
 def first_states(state: Tensor | None, like: Tensor, plan: ContextPlan, zero: float = 0.0) -> Tensor:
     """Return the states of segments [N, ...] that begin a document, from those of the documents; `zero` elsewhere.
 
-    Args: state: [D, ...]; None: `zero`, in the shape of `like` [P, ...].
+    Args: state: [D, ...]; None: `zero`. like: [P, ...], whose other axes the result has.
     """
     if state is None:
         return like.new_full((plan.document.shape[0], *like.shape[1:]), zero)
@@ -122,8 +122,7 @@ class _Rows(torch.autograd.Function):
 def previous_tokens(x_1TC: Tensor, state: Tensor | None, past: int, plan: ContextPlan) -> tuple[Tensor, Tensor]:
     """Return x, and the tokens before each local segment in its document, [N, past, C]: a halo exchange.
 
-    Each piece sends its last tokens. A document that began less than `past` tokens before the segment continues with
-    its state.
+    Each piece sends its last tokens. Tokens before the start of the document come from `state`.
 
     Args: state: [D, past, C], the tokens before each document; None: zeros.
     Returns: x, whose gradient includes that of the halos if x is read from here on; the halos.

@@ -34,7 +34,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum the tensors of all ranks on every rank; so is the gradient."""
+    """Sum the tensors of all ranks on every rank; the gradient is summed alike."""
 
     @staticmethod
     def forward(x: Tensor, group: str) -> Tensor:

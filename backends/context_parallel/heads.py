@@ -18,7 +18,7 @@ _ops = torch.ops._c10d_functional
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send x[r] to rank r, and return what rank r has sent as y[r]; so is the gradient."""
+    """Send x[r] to rank r, and return what rank r has sent as y[r]; the gradient is exchanged alike."""
 
     @staticmethod
     def forward(x: Tensor, group: str) -> Tensor:

@@ -50,7 +50,7 @@ class BoundUpdate:
         self._candidates = candidates
 
     def __call__(self, inputs: UpdateInputs) -> UpdateOutput:
-        """Compute the update, without autocasting. Returns o [B, T, HV, V] and the final state [B, HV, K, V].
+        """Compute the update, without autocasting. Returns: see `update`.
 
         Raises: InputError or a subclass; UnsupportedError with the reasons of every candidate; PluginError.
         """
@@ -123,11 +123,11 @@ class BoundUpdate:
 
     def carried(self, inputs: UpdateInputs, links: Links) -> UpdateOutput | None:
         """Compute the update of this rank's segments from earlier ranks' states; None: the backend cannot."""
+        check(self.spec, inputs)
         meta = UpdateMeta.of(inputs)
         backend = self.backend_for(meta)
         if backend.carried_unsupported(self.spec, meta):
             return None
-        check(self.spec, inputs)
         record_call(backend.name, "update")
         with without_autocast(inputs.q):
             return backend.carried(self.spec, inputs, links)
@@ -139,7 +139,7 @@ class BoundUpdate:
         )
 
     def has_decode_kernels(self, meta: UpdateMeta) -> bool:
-        """Return whether the chosen backend decodes by kernels: it then implements fused steps, of other specs too."""
+        """Return whether the chosen backend implements fused decode steps, for any spec."""
         return type(self.backend_for(meta)).fused_decode_step_ is not Backend.fused_decode_step_
 
     def can_fuse_decode(self, step: FusedDecodeStep, device: str, dtype: torch.dtype) -> bool:
@@ -157,8 +157,7 @@ class BoundUpdate:
         Returns: o [B, 1, HV, V] in the dtype of qkv.
         Raises: InputError or a subclass; UnsupportedError.
         """
-        if step.spec is not self.spec and step.spec != self.spec:
-            raise OperandError(f"step.spec must be the one that was bound, {self.spec!r}, got {step.spec!r}")
+        self._check_step(step)
         check_fused_decode(step, inputs, states, slots)
         backend, reasons = self._fused_decode_backend(step, device_type(inputs.qkv), inputs.qkv.dtype)
         if reasons:
@@ -174,9 +173,15 @@ class BoundUpdate:
         """Decode drafted tokens from the projections of a mixer to the input of its output projection.
 
         Only if `can_fuse_verify`. `inputs.history` and `states` [B, HV, K, V] do not change. Returns: as `verify_`.
+
+        Raises: InputError or a subclass; UnsupportedError.
         """
+        self._check_step(step)
         check_fused_decode(step, inputs, states, None, tokens=None)
         backend = self._fused_decode_backend(step, device_type(inputs.qkv), inputs.qkv.dtype)[0]
+        reasons = backend.fused_verify_unsupported(step, inputs.qkv.dtype)
+        if reasons:
+            raise UnsupportedError(f"backend {backend.name!r} cannot fuse these drafted tokens: {' '.join(reasons)}")
         record_call(backend.name, "fused verify")
         return backend.fused_verify_(step, inputs, states)
 
@@ -225,6 +230,10 @@ class BoundUpdate:
         """The backend for the update of a decode step, and its reasons not to fuse the step."""
         backend = self.backend_for(UpdateMeta(device, dtype, step.H, step.HV, step.K, step.V))
         return backend, backend.fused_decode_unsupported(step, dtype)
+
+    def _check_step(self, step: FusedDecodeStep) -> None:
+        if step.spec is not self.spec and step.spec != self.spec:
+            raise OperandError(f"step.spec must be the one that was bound, {self.spec!r}, got {step.spec!r}")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Not `bind`: a copy made inside a `use_backend` block keeps the backend of the original.
@@ -332,8 +341,8 @@ def update(spec: UpdateSpec, inputs: UpdateInputs, backend: str | Backend | None
         inputs: the operands that `spec.operands` lists.
         backend: as for `bind`. Inside torch.compile the name is looked up during tracing. There an unknown name
             raises torch's error around ours, and refusals are not logged; use `bind` outside the graph to see them.
-    Returns: o [B, T, HV, V] in the dtype of v, and state [B, HV, K, V] in float32 (float64 for float64 inputs);
-        an empty sequence returns its initial state.
+    Returns: o [B, T, HV, V] in the dtype of v, and state [N, HV, K, V] in float32 (float64 for float64 inputs), with
+        N = B or the number of packed sequences; an empty sequence returns its initial state.
     Raises: InputError or a subclass; UnknownNameError; UnsupportedError.
     """
     return _bound_update(spec, requested_backend(backend))(inputs)

@@ -39,7 +39,7 @@ class UpdateSpec(FrozenConfig):
         S_t  = S~_t + k_t (w_t * v_t - R_t^T (b_t * e_t))^T
         o_t  = scale S_t^T q_t, or scale S_{t-1}^T q_t with read="before"
 
-    transition="additive" drops the erase term; "dplr" is S_t = D_t S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T.
+    transition="additive" drops the erase term; "dplr" replaces it by + b_t (a_t^T S_{t-1})^T, with operands a and b.
     With householders=n each token takes n such steps. The decay applies to the first step, and the output is read
     after the last.
 
@@ -151,12 +151,11 @@ class UpdateSpec(FrozenConfig):
             return Spectrum(None, None, "a and b are free")
         if self.erase_key == "own":
             return Spectrum(None, None, "the erase key is free")
-        if self.beta == "channel":
-            return Spectrum(None, None, "the erase strength differs over channels")
+        strength = {"head": "beta", "separate": "erase", "channel": "erase"}.get(self.beta)
         if self.reparam != "none":
-            return Spectrum(0.0, 1.0, "any k and any beta >= 0")
-        strength = {"head": " and beta in [0, 1]", "separate": " and erase in [0, 1]"}.get(self.beta, "")
-        return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, f"|k| <= 1{strength}")
+            return Spectrum(0.0, 1.0, f"any k and any {strength} >= 0" if strength else "any k")
+        condition = f"|k| <= 1 and {strength} in [0, 1]" if strength else "|k| <= 1"
+        return Spectrum(0.0 if self.negative_eigenvalues == "off" else -1.0, 1.0, condition)
 
     def operands(self, B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of every required operand. `state` and `cu_seqlens` are optional for every spec.

@@ -221,7 +221,8 @@ SPECTRA = [
     ({"beta": "separate"}, "[0, 1] for |k| <= 1 and erase in [0, 1]"),
     ({"beta": "separate", "negative_eigenvalues": "erase"}, "[-1, 1] for |k| <= 1 and erase in [0, 1]"),
     ({"beta": "head", "reparam": "longhorn"}, "(0, 1] for any k and any beta >= 0"),
-    ({"beta": "channel"}, "unbounded: the erase strength differs over channels"),
+    ({"beta": "channel"}, "[0, 1] for |k| <= 1 and erase in [0, 1]"),
+    ({"beta": "channel", "reparam": "efla"}, "(0, 1] for any k and any erase >= 0"),
     ({"erase_key": "own"}, "unbounded: the erase key is free"),
     ({"transition": "dplr"}, "unbounded: a and b are free"),
     ({"transition": "additive"}, "[1, 1] for all inputs: nothing is erased"),
@@ -233,7 +234,7 @@ def test_spectrum_prints_interval_and_condition(fields, text):
     assert str(UpdateSpec(**fields).spectrum()) == text
 
 
-@pytest.mark.parametrize("fields", [fields for fields, _ in SPECTRA[:7]], ids=str)
+@pytest.mark.parametrize("fields", [fields for fields, _ in SPECTRA[:9]], ids=str)
 def test_eigenvalue_of_the_erased_direction_fills_the_stated_interval(fields):
     """With v = 0 and S_0 = k, one token multiplies S by the eigenvalue of the direction k."""
     spec = UpdateSpec(**fields)
@@ -242,13 +243,16 @@ def test_eigenvalue_of_the_erased_direction_fills_the_stated_interval(fields):
     length, beta = (x.flatten() for x in torch.meshgrid(lengths, betas, indexing="ij"))
     k = torch.nn.functional.normalize(torch.tensor([0.3, -2.0, 1.0], dtype=torch.float64), dim=0) * length[:, None]
     rows = k[:, None, None, :]
+    erase, write = beta[:, None, None], torch.ones_like(beta)[:, None, None]
+    if spec.beta == "channel":
+        erase, write = torch.stack([erase, erase**2, erase**0.5], -1), write[..., None]
     inputs = UpdateInputs(
         q=rows,
         k=rows,
         v=torch.zeros_like(rows[..., :1]),
         beta=beta[:, None, None] if spec.beta == "head" else None,
-        erase=beta[:, None, None] if spec.beta == "separate" else None,
-        write=torch.ones_like(beta)[:, None, None] if spec.beta == "separate" else None,
+        erase=erase if spec.beta in ("separate", "channel") else None,
+        write=write if spec.beta in ("separate", "channel") else None,
         state=k[:, None, :, None],
     )
     eigenvalue = ReferenceBackend().forward(spec, inputs).state[:, 0, :, 0] @ k[0] / (k @ k[0])

@@ -5,7 +5,8 @@ With s = beta n:
     EFLA      b = (1 - exp(-s)) / n    db/dbeta = exp(-s)         m = -2 (1 - (1 + s) exp(-s)) / (1 - exp(-s))^2
     Longhorn  b = beta / (1 + s)       db/dbeta = 1 / (1 + s)^2   m = -2
 
-m is 2 / b^2 db/dn. Token i writes x_i = b_i z_i, so dL/db_i = du_i . z_i, and its key gains the gradient
+m is 2 / b^2 db/dn. With u and x = (I + A)^-1 u of chunk/kernels/portable/gradients.py and x_i = b_i z_i, dL/db_i is
+du_i . z_i, and the key of token i gains the gradient
 2 dL/db db/dn k = m b (du . x) k. With dv = b du that is m (dv . x) k, without a division by b.
 Source: EFLA 2512.12602, Longhorn 2407.14207.
 """

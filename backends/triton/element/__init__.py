@@ -1,1 +1,1 @@
-"""Elementwise recurrences: no erase term, and narrow values or a rate; the kernels are in kernels/element."""
+"""Elementwise recurrences: no erase term, and narrow values or a rate; the kernels are in kernels/."""

@@ -54,7 +54,7 @@ class ElementConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     checkpoint_tokens: int = Field(ge=1)
-    segment_tokens: int | None = None
+    segment_tokens: int | None = Field(default=None, ge=0)
     forward: ElementLaunch
     backward: ElementLaunch
 
@@ -88,10 +88,10 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
     """Choose a config by the size of a channel's state; `segment_length` chooses the number of segments.
 
     Small states are bound by memory, so many tokens are loaded together. Larger states are bound by arithmetic and
-    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. The forward
-    divides 16 keys between two lanes, which doubles the number of warps; with more keys its sums over lanes cost more
-    than that gains. With more than 128 keys a thread has 8 or more keys, and the registers hold the operands of two
-    tokens only.
+    exponentials; the backward divides the keys among lanes, so that sums over channels need few shuffles. A thread of
+    the forward has 8 keys if there are at most 16, which doubles the number of warps, else 16, because sums over more
+    lanes cost more than that gains. With more than 128 keys a thread of the backward has 8 or more keys, and the
+    registers hold the operands of two tokens only.
     """
     state = power_of_two(K) * power_of_two(V)
     if state <= 2:
@@ -108,7 +108,7 @@ def element_heuristic(K: int, V: int) -> ElementConfig:
 
 
 class Tiling(NamedTuple):
-    """The tile of a program; `ElementTraits` (kernels/element/tile.py) has the same fields."""
+    """The tile of a program; its fields are also in `ElementTraits` (kernels/tile.py)."""
 
     RN: int
     TN: int

@@ -16,8 +16,8 @@ def sector_offsets(
 ):
     """Return one offset in each sector of a tile [ROWS, COLUMNS] at (row, column), with STRIDE elements per row.
 
-    Rows from `last` > row on are replaced by the row before `last`, and columns from STRIDE on by the one before it.
-    SECTOR: elements per sector.
+    Rows >= `last` become `last` - 1, with `last` > row, and columns >= STRIDE become STRIDE - 1. SECTOR: elements per
+    sector.
     """
     PER_ROW: tl.constexpr = max(COLUMNS // SECTOR, 1)
     i = tl.arange(0, ROWS * PER_ROW)

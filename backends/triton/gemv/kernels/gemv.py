@@ -5,7 +5,7 @@
     y = phi(y),  or y = phi(W_gate x) * (W_up x)     with ACTIVATION, and GATED
     y = residual + W x                               with RESIDUAL
     y = W ((1 - mu) x + mu p)                        with SHIFT: a token shift with the input p before, mu by map
-    y = phi(conv(W x))                               of the first map with TAPS: the short convolution of a token
+    y = conv(W x), or silu(conv(W x))                of the first map with TAPS: the short convolution of a token
 
 A program computes ROWS outputs of all rows of x. It loads their weights first, which do not depend on the kernel before
 it: on sm_90 they are loaded while that kernel ends, so that memory is not idle between two products. The threads split
@@ -25,7 +25,7 @@ from deltazoo.backends.triton.device.taps import load_past, load_tap_weights, pu
 
 
 class Weights(NamedTuple):
-    """The weights of each map [N, D], of which a kernel takes the first ones. Also their biases [N]."""
+    """Weights [N, D], or biases [N], of up to eight maps; None: the map has none, or there is no such map."""
 
     w0: Any
     w1: Any = None
@@ -41,8 +41,8 @@ class GemvTraits(NamedTuple):
     """Compile-time properties of a product.
 
     Args:
-        M, D: rows and width of x. MAPS: their number. N: outputs of each. FIRST, TILES: outputs, and tiles of ROWS
-            outputs, of the maps before each, and of all. ROWS: outputs of a program.
+        M, D: rows and width of x. MAPS: number of maps. N: outputs of each. FIRST, TILES: outputs, and tiles of ROWS
+            outputs, of the maps before each one, and of all maps. ROWS: outputs of a program.
         BLOCK: inputs that a program reads at a time, UNIT of them, 16 bytes, by one thread. STEPS: ceil(D / BLOCK).
         X_STRIDE: elements from row to row of x. PLACE: with SHIFT the row of mix of each map, else its first
             column of x.
@@ -91,7 +91,7 @@ def load_weights(w, row, step: tl.constexpr, size, traits: tl.constexpr):
 
 @triton.jit
 def load_inputs(x, step: tl.constexpr, traits: tl.constexpr):
-    """Load a block of a row of x or of the norm's weights, [BLOCK / UNIT, 1, UNIT] in float32."""
+    """Load a block of a vector [D], as [BLOCK / UNIT, 1, UNIT] in float32."""
     unit = step * (traits.BLOCK // traits.UNIT) + tl.arange(0, traits.BLOCK // traits.UNIT)
     within = (unit < tl.cdiv(traits.D, traits.UNIT))[:, None, None]
     d = unit[:, None, None] * traits.UNIT + tl.arange(0, traits.UNIT)[None, None, :]

@@ -2,10 +2,11 @@
 
 With S_j the state of level j before the chunk, and D_j the gradient of what becomes of it after the chunk:
 
-    dE = sum_j lambda_j (do S_j^T),   dlambda_j = rowsum((do S_j^T) o E)
+    dE = sum_j lambda_j (do S_j^T),   dlambda_j = rowsum((do S_j^T) * E)
     dR = v D_new^T - sum_j (W S_j) D_j^T,   dW' = -sum_j (R D_j) S_j^T
 
-prepare.py defines E, R and W; without an erase term E = 2^G q, R = 2^(Gend - G) k and W = 0.
+dW' is the part of dW that is not through E, and D_new the gradient of the level that the chunk joins. prepare.py defines
+E, R and W; without an erase term E = 2^G q, R = 2^(Gend - G) k and W = 0.
 """
 
 import triton
@@ -38,11 +39,11 @@ def level_state_gradients_kernel(
     q, k, v, weights, gates, reads, writes, d_o, states, d_states, d_reads, d_writes, d_erases, kept, d_weights,
     offsets, first, cu, counts, N, T, J, head, heads, entries, traits: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk. Grid: chunk slot, value head of the window.
+    """Compute the gradients of a chunk. Grid: chunk slot, one of `heads` value heads from `head` on.
 
     Reads q, k [B, T, H, K]; v, d_o [B, T, HV, V]; weights [B, T, HV, L]; the results of prepare.py, scan.py and
     reverse.py. Writes d_reads, d_writes and, with an erase term, d_erases [slots, heads, C, K] = dE, dR, dW'; kept
-    [slots, heads] = sum_j <S_j, D_j>; d_weights [B, T, HV, L] of the levels of chunks that hold any.
+    [slots, heads] = sum_j <S_j, D_j>; d_weights [B, T, HV, L] of the levels that hold chunks.
     """
     C: tl.constexpr = traits.C
     BV: tl.constexpr = traits.BV
