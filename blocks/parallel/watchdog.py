@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deltazoo.blocks.parallel.launch import LOST_CONNECTION, NO_PROGRESS, launched_here
 from deltazoo.blocks.parallel.ranks import Ranks
 
-_LOST = 5.0  # seconds, and times the longest recent time between beats, that a stopped process waits for others
+_LOST = 5.0  # a stopped process waits for others this many times the longest recent time between beats, at least 1 s
 _ANSWER = 3.0  # seconds in which every process that still runs says where it is
 _DEPTH = 4  # innermost frames that are looked at: outer ones of DDP and FSDP2 are on the stack of a forward, too
 _WAITS = tuple(os.sep.join(("", "torch", *path)) for path in (("distributed", ""), ("autograd", "graph.py")))
@@ -29,7 +29,7 @@ class Watchdog:
 
     A process whose launcher has been killed sends itself SIGTERM: all processes then save, and end. After a SIGTERM,
     which a launcher sends when a process has ended, the main thread may wait in NCCL for the lost process, and run no
-    handler: its process ends after `_LOST` seconds.
+    handler: its process ends after `_LOST` times the longest recent time between beats, at least 1 s.
 
     A process whose main thread is in a collective waits for others. The sentence names those that do not wait, with the
     line of Python at which they are, and those whose watchdog does not answer.
@@ -54,10 +54,11 @@ class Watchdog:
             self._store = dist.distributed_c10d._get_default_store()
             self._last = time.monotonic()
             with contextlib.suppress(ValueError):  # not the main thread
-                self._signals = socket.socketpair()
-                for end in self._signals:
+                signals = socket.socketpair()
+                for end in signals:
                     end.setblocking(False)
-                self._wakeup = signal.set_wakeup_fd(self._signals[1].fileno(), warn_on_full_buffer=False)
+                self._wakeup = signal.set_wakeup_fd(signals[1].fileno(), warn_on_full_buffer=False)
+                self._signals = signals
             threading.Thread(target=self._watch, daemon=True, name="deltazoo watchdog").start()
         return self
 
@@ -88,7 +89,7 @@ class Watchdog:
                 limit = _LOST * max([1.0, *self._intervals])
                 if time.monotonic() - max(self._last, self._terminated) > limit and self._place()[1]:
                     os._exit(LOST_CONNECTION)
-            elif time.monotonic() - self._last > self.timeout:
+            if time.monotonic() - self._last > self.timeout:
                 self._end()
 
     def _received(self, signum: int) -> bool:

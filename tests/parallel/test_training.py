@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ import deltazoo
 from deltazoo.blocks.checkpoints.sharded import saved_steps, step_folder
 from deltazoo.blocks.parallel.config import ParallelConfig
 from deltazoo.blocks.parallel.launch import LOST_CONNECTION
-from deltazoo.blocks.parallel.ranks import check_sizes
+from deltazoo.blocks.parallel.ranks import Ranks, check_sizes
+from deltazoo.blocks.parallel.watchdog import Watchdog
 from deltazoo.cli import app
 
 pytestmark = [
@@ -267,6 +269,23 @@ def test_a_process_that_waits_for_a_lost_one_ends_after_sigterm(
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == code
+
+
+def test_a_watchdog_may_be_used_outside_of_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    errors: list[Exception] = []
+
+    def use() -> None:
+        try:
+            with Watchdog(Ranks(0, 2), 900, print, ()) as dog:
+                dog.beat("in step 1")
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert errors == []
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
