@@ -53,7 +53,7 @@ class ChannelMixer(FilterMixer):
     def __init__(self, config: RWKVChannelMix, width: int, place: Place) -> None:
         super().__init__(width)
         hidden = config.hidden or 4 * width
-        self.config, self.place = config, place
+        self.from_current, self.place = config.mix == "current", place
         self.shift = TokenShift()
         self.mix_weight = nn.Parameter(torch.empty(2 if config.gate else 1, width))  # k, r
         self.to_k = nn.Linear(width, hidden, bias=False)
@@ -65,8 +65,8 @@ class ChannelMixer(FilterMixer):
     def reset_parameters(self) -> None:
         """Set the weights of the token shift."""
         channel, ratio = torch.arange(self.width) / self.width, 1 - self.place.layer / self.place.depth
-        previous = self.config.mix == "previous"
-        self.mix_weight.copy_((1 - channel**ratio**4 if previous else channel**ratio).expand_as(self.mix_weight))
+        values = channel**ratio if self.from_current else 1 - channel**ratio**4
+        self.mix_weight.copy_(values.expand_as(self.mix_weight))
 
     def split_refusal(self) -> None:
         return None
@@ -79,7 +79,7 @@ class ChannelMixer(FilterMixer):
         previous, new_state = call_part(self.shift, x, None if state is None else state["shift"], context)
         if new_state is not None:
             new["shift"] = new_state
-        base, other = (x, previous) if self.config.mix == "previous" else (previous, x)
+        base, other = (previous, x) if self.from_current else (x, previous)
         mixed = [base + (other - base) * weight.to(x.dtype) for weight in self.mix_weight]
         y = self.out(self.to_k(mixed[0]).relu().square())
         return y if self.to_r is None else self.to_r(mixed[1]).sigmoid() * y

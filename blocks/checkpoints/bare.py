@@ -16,7 +16,7 @@ def is_pretrained(path: Path) -> bool:
 
 
 def bare_file(path: Path) -> Path | None:
-    """Return the file of a path that is one, or is a folder with a single one and no config.json; else None."""
+    """Return a path that is a `.pth` file, or the only one in a folder without config.json; else None."""
     if path.is_file():
         return path if path.suffix == SUFFIX else None
     files = [*path.glob(f"*{SUFFIX}")]
@@ -36,8 +36,8 @@ def bare_config(path: Path) -> dict[str, Any]:
         value_width = shapes["blocks.0.att.value.weight"][0]
         value_rank = shapes.get(f"blocks.{blocks - 1}.att.v1", (width, 1))[1]
         hidden = shapes["blocks.0.ffn.key.weight"][0]
-    except (KeyError, IndexError, ValueError):
-        raise ConfigError(f"{path} must have the tensors of RWKV-7, such as blocks.0.att.r_k") from None
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"{path} must have the tensors of RWKV-7, got {error!r}") from None
     return {
         "model_type": "rwkv7_pth",
         "hidden_size": width,

@@ -53,7 +53,7 @@ def compare(folder: str | Path, prompts: Tensor | None = None, tokens: int = 16)
     Args:
         prompts: [B, T] int64; None: two random prompts of 32 tokens.
         tokens: greedy tokens to decode.
-    Raises: ConfigError: as `from_pretrained`; transformers is not installed.
+    Raises: ConfigError: as `from_pretrained`; transformers is not installed, or cannot read the folder.
     """
     ours = from_pretrained(folder, dtype=torch.float32).float()
     theirs = _their_model(folder)
@@ -88,7 +88,10 @@ def _their_model(folder: str | Path) -> Any:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("compare needs transformers: pip install 'deltazoo[hf]'") from error
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"transformers cannot read {folder}: {error}") from error
     if hasattr(model.config, "rescale_every"):
         model.config.rescale_every = 0  # in RWKV-4 it halves the layers' outputs, which does not change the logits
     return model.float().eval()

@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     transposed: bool = False
 
     def split(self, tensor: Tensor, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the rows of each piece: views of the tensor, unless the pieces are interleaved."""
+        """Return the rows of each piece: views of the tensor if `groups` is 1."""
         rows, runs = self._rows(tensor), [run.split("~") for run in self.pieces.split()]
         if len(runs) == 1:
             blocks: Sequence[Tensor] = [rows]
@@ -65,8 +65,8 @@ class Packed(NamedTuple):
     @property
     def is_ordered(self) -> bool:
         """Whether the tensor's memory holds the pieces one after the other."""
-        alternates = self.groups > 1 and len(self.pieces.split()) > 1
-        return not alternates and "~" not in self.pieces and not self.transposed
+        is_interleaved = self.groups > 1 and len(self.pieces.split()) > 1
+        return not is_interleaved and "~" not in self.pieces and not self.transposed
 
     def _rows(self, tensor: Tensor) -> Tensor:
         if self.transposed:
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
         sizes: rows of each piece; may be empty if no tensor has more than one piece.
         precise: `from_pretrained(dtype=...)` leaves these tensors in the dtype of the folder (A_log, dt_bias).
         other_sizes: rows of the pieces in folders that another program cut at other rows; they are read, not written.
-        other_theirs: the tensors of folders that another program joined in another way, such as all experts.
+        other_theirs: `theirs` of folders with other tensors, such as one of all experts.
     """
 
     ours: Mapping[str, Packed]
@@ -127,7 +127,7 @@ class Rule(NamedTuple):
         views: dict[str, Tensor] = {}
         for name, packed in self.ours.items():
             if not packed.is_ordered or packed.groups != 1:
-                raise ConfigError(f"a rule cannot interleave a tensor of the model, got {packed} for {name}")
+                raise ConfigError(f"a tensor of the model must hold its pieces in order, got {packed} for {name}")
             views |= packed.split(tensors[name], self.sizes)
         return views
 
@@ -136,7 +136,7 @@ Side = str | Mapping[str, str | Packed]
 
 
 def rule(ours: Side, theirs: Side, sizes: Mapping[str, int] | None = None, precise: bool = False) -> Rule:
-    """Create a rule. A side that is one tensor of one piece is its name; a packing that is only pieces is their text.
+    """Create a rule. As a side, "x" stands for {"x": "all"}; as a value, "q k" stands for Packed("q k").
 
     rule("head.weight", "lm_head.weight")
     rule({"to_qkv.weight": "q k v"}, {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v"}, sizes)

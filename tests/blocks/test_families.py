@@ -78,7 +78,7 @@ def test_interleaved_stacked_and_one_channel_tensors_are_taken_apart_and_put_tog
     assert pieces["even"][:, 0].tolist() == [2, 4] and pieces["odd"][:, 0].tolist() == [3, 5]
     transposed = rule("map", {"map.T": Packed("all", transposed=True)})
     assert torch.equal(transposed.write({"map": x})["map.T"], x.T)
-    with pytest.raises(ConfigError, match="cannot interleave a tensor of the model"):
+    with pytest.raises(ConfigError, match="a tensor of the model must hold its pieces in order"):
         rule({"pairs": "even~odd"}, "x", sizes).targets({"pairs": x})
 
 

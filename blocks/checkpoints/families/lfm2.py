@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from deltazoo.blocks.checkpoints import decoder, lfm2, parts
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
 from deltazoo.blocks.checkpoints.rules import Rule, under
+from deltazoo.blocks.checkpoints.values import SIZE
 from deltazoo.blocks.model.interface import ModelSpec
 from deltazoo.blocks.model.layer import LayerSpec
 from deltazoo.blocks.model.mlp import Dense
@@ -14,7 +15,7 @@ class Lfm2(Family):
     """LFM2, dense. The attention layers are those of `layer_types`, or of `full_attn_idxs`."""
 
     architecture: ClassVar[str] = "Lfm2ForCausalLM"
-    # The hub's folders repeat these sizes under other names
+    # initial values, switches without effect, and sizes that other fields repeat
     ignored: ClassVar[tuple[str, ...]] = (
         "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
         "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "theta",
@@ -52,7 +53,7 @@ class Lfm2(Family):
     @staticmethod
     def _hidden(config: HubConfig) -> int:
         """Return the hidden width: two thirds of the field, times a factor, rounded up, if it is adjusted."""
-        hidden: int = config.get("block_ff_dim", config["intermediate_size"])
+        hidden: int = config.get("block_ff_dim", like=SIZE) or config["intermediate_size"]
         adjusted = config.get("block_auto_adjust_ff_dim", True)
         factor, multiple = config.get("block_ffn_dim_multiplier", 1.0), config.get("block_multiple_of", 256)
         return multiple * -(-int(factor * int(2 * hidden / 3)) // multiple) if adjusted else hidden

@@ -65,7 +65,8 @@ class NemotronH(Family):
         kinds = config.get("layers_block_type", like=[]) or [KINDS.get(x, x) for x in config["hybrid_override_pattern"]]
         kinds = [OLD_KINDS.get(kind, kind) for kind in kinds]
         if unknown := {*kinds} - {*KINDS.values()}:
-            raise ConfigError(f"config.json: a layer must be one of {', '.join(KINDS.values())}, got {sorted(unknown)}")
+            names = ", ".join([*KINDS, *KINDS.values()])
+            raise ConfigError(f"config.json: a layer must be one of {names}, got {sorted(unknown)}")
 
         def read(fields: Mapping[str, Any]) -> dict[str, Any]:
             return {ours: config.get(*theirs) for ours, theirs in fields.items()}
