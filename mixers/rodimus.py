@@ -14,9 +14,9 @@ from deltazoo.mixers.parts.norms import HeadNorm
 
 
 class Rodimus(UpdateConfig):
-    """S_t = Diag(exp(-g_t tau_t)) S_(t-1) + (g_t^(tau_t) * k_t / |k_t|) v_t^T, o_t = S_t^T q_t + D * c_t.
+    """S_t = Diag(exp(-g_t tau_t)) S_(t-1) + (g_t^(tau_t) * k_t / |k_t|) v_t^T, o_t = K^-1/2 S_t^T q_t + D c_t.
 
-    u = W x has 2 D channels, c = silu(conv(u)); q, k, g = softplus(W c + b) and tau = sigmoid(W c + b) are maps of c,
+    u = W x, c = silu(conv(u)); q, k, g = softplus(W c + b) and tau = sigmoid(W c + b) are maps of c,
     and v = sigmoid(W_2 W_1 u + b) * u. A swish gate, then an RMS norm, follow. The mixer includes a gate and an
     expansion, so published models have no MLP.
     """

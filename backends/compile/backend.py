@@ -47,10 +47,11 @@ class CompileBackend(Backend):
     inputs). For 16-bit inputs a GPU computes the products of the scan in tf32, unless the erase lets rounding errors
     grow (several householders, negative eigenvalues, a separate erase key).
 
-    Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per spec, device,
-    dtype, heads and widths, and again for packs, for B = 1 and with gradients, and reuses it for other B and T. That takes 10 to 30 s on a CPU, and prints a line on stderr, if
-    that is a terminal, after 2 s. `CompileBackend(compiled=False)` answers at once, for small or few inputs. A single
-    token is computed without chunks and without compiling.
+    Inside torch.compile it is traced into the caller's graph. From eager code it compiles a graph once per spec,
+    device, dtype, heads and widths, and again for packs, for B = 1 and with gradients, and reuses it for other B and T.
+    That takes 10 to 30 s on a CPU, and prints a line on stderr, if that is a terminal, after 2 s.
+    `CompileBackend(compiled=False)` answers at once, for small or few inputs. A single token is computed without chunks
+    and without compiling.
 
     The backward of a graph compiled from eager code may overwrite saved activations. torch then refuses
     retain_graph=True, unless `torch._functorch.config.donated_buffer` is False.

@@ -44,8 +44,8 @@ def cumulative_decay(decay: Tensor, dim: int) -> Tensor:
     """Return g, the cumulative sum of the log decay within a chunk, along `dim` (last or second to last).
 
     The sum is in float64, except on MPS, so that differences g_i - g_j stay accurate after a token with the lowest log
-    decay. It is a product with a triangular matrix of ones, whose gradient is one product; that of `cumsum` is two flips
-    and a sum.
+    decay. It is a product with a triangular matrix of ones, whose gradient is one product; that of `cumsum` is two
+    flips and a sum.
     """
     wide = decay.to(decay.dtype if decay.device.type == "mps" else torch.float64)
     M = decay.shape[dim]

@@ -29,7 +29,7 @@ class Equivalent(Backend, ABC):
 
 
 class InPieces(Equivalent):
-    """Split the sequence into four pieces (two if T <= 2), each starting from the final state of the one before; not for packs.
+    """Split the sequence into four pieces, two if T <= 2, each from the final state of the one before; not for packs.
 
     Of one token the first piece takes it and the second is empty: an empty first piece would pass on a state of zeros,
     and then d_log_decay is zero up to rounding, which no relative error measures.

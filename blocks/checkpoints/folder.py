@@ -121,10 +121,10 @@ def check_folder(folder: Path) -> None:
 
 
 def load(folder: Path, trust: bool = False, step: int | None = None, ranks: Ranks | None = None) -> Saved:
-    """Read the folder of a run, and the plain data of its last checkpoint, whose files are compared with their digests.
+    """Read the folder of a run, and the plain data of a checkpoint, whose files are compared with their digests.
 
     Loading runs no code: the tensors are read with weights_only=True, the metadata with the classes of metadata only,
-    and a "module:Class" in the stack or the settings is refused.
+    and a "module:Class" in the stack or the settings is refused without `trust`.
 
     Args: trust: allow "module:Class" names, as for `StackSpec.load`; step: of the checkpoint, None: the last; ranks:
         processes that share the reading of files.

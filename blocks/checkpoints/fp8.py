@@ -54,7 +54,7 @@ def scale_problem(name: str, weight: tuple[int, ...], scale: tuple[int, ...], bl
 
 
 def dequantize(weight: Tensor, scale: Tensor, blocks: Blocks) -> Tensor:
-    """Return the weight in bfloat16, rounded once. Args: weight: [..., R, C] FP8; scale: float32."""
+    """Return the product in float32, rounded to bfloat16. Args: weight: [..., R, C] FP8; scale: float32."""
     rows, columns = weight.shape[-2:]
     result = torch.empty(weight.shape, dtype=torch.bfloat16)
     scale = scale.repeat_interleave(blocks[1], -1)[..., :columns]

@@ -1,4 +1,4 @@
-"""Base classes of mixers that apply filters along time: H3, Hyena, S4D, TTT-Linear, Titans.
+"""Base classes of mixers outside of the update: filters along time, caches, fast weights.
 
 B batch, T time, D width
 """

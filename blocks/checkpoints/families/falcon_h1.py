@@ -16,7 +16,7 @@ from deltazoo.mixers.parts.ssm.stream_factors import StreamFactors
 
 
 class FalconH1(Family):
-    """Falcon-H1. The factors of the inputs of the mixers are written as factors of their outputs."""
+    """Falcon-H1. The factors of the inputs of the mixers are merged into others, and written as 1."""
 
     architecture: ClassVar[str] = "FalconH1ForCausalLM"
     ignored: ClassVar[tuple[str, ...]] = (

@@ -22,7 +22,7 @@ BRANCHES = ("full_attn", "linear_attn", "mlp")
 
 
 class MiniMax(Family):
-    """MiniMax-Text-01 (-hf). The tables of decays, which follow from the config, are dropped and written."""
+    """MiniMax-Text-01 (-hf). Tables of decays are computed from the config: not read, but written."""
 
     architecture: ClassVar[str] = "MiniMaxForCausalLM"
     ignored: ClassVar[tuple[str, ...]] = ("router_jitter_noise",)

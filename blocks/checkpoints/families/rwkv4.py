@@ -19,7 +19,7 @@ NAMES = rwkv.Names(
     channel=("ln2", "feed_forward"),
 )
 MAPS = {"k": "key", "v": "value", "r": "receptance"}
-EPS = 1e-5  # of the last norm in any case
+EPS = 1e-5  # of ln_out, whatever layer_norm_epsilon is
 
 
 class RWKV4(Family):

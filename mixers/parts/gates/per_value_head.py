@@ -15,7 +15,7 @@ HeadKind = Literal["key", "value"]
 
 
 class RepeatForValueHeads(OperandPart):
-    """Repeat log_decay, beta and erase that earlier parts computed per key head: [B, T, H, ...] to [B, T, HV, ...]."""
+    """Repeat log_decay, beta and erase of key heads, [B, T, H, ...] or [B, T, n, H, ...], for HV value heads."""
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ With S_j the state of level j before the chunk, and D_j the gradient of what bec
     dE = sum_j lambda_j (do S_j^T),   dlambda_j = rowsum((do S_j^T) * E)
     dR = v D_new^T - sum_j (W S_j) D_j^T,   dW' = -sum_j (R D_j) S_j^T
 
-dW' is the part of dW that is not through E, and D_new the gradient of the level that the chunk joins. prepare.py defines
-E, R and W; without an erase term E = 2^G q, R = 2^(Gend - G) k and W = 0.
+dW' is the part of dW that is not through E, and D_new the gradient of the level that the chunk joins. prepare.py
+defines E, R and W; without an erase term E = 2^G q, R = 2^(Gend - G) k and W = 0.
 """
 
 import triton
