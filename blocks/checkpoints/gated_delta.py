@@ -43,9 +43,9 @@ def rows(config: GatedDeltaNet, width: int) -> dict[str, int]:
     return {"q": keys, "k": keys, "v": values, "gate": values, "beta": heads, "decay": heads}
 
 
-def qwen_stack(config: HubConfig, default_interval: int = 4) -> dict[str, Any]:
+def qwen_stack(config: HubConfig) -> dict[str, Any]:
     """Return the fields of a stack of Qwen3-Next or Qwen3.5, without the MLP."""
-    interval = config.get("full_attention_interval", default_interval)
+    interval = config.get("full_attention_interval", 4)
     kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config["num_hidden_layers"])]
     rotary = config.rotary(fraction=0.25)
     layers = {

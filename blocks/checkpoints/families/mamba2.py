@@ -15,7 +15,7 @@ class Mamba2(Family):
     """Mamba-2."""
 
     architecture: ClassVar[str] = "Mamba2ForCausalLM"
-    ignored: ClassVar[tuple[str, ...]] = (*IGNORED, "chunk_size", "time_step_rank", "rms_norm")
+    ignored: ClassVar[tuple[str, ...]] = (*IGNORED, "chunk_size", "time_step_rank")
 
     def stack(self, config: HubConfig) -> dict[str, Any]:
         config.require(use_bias=False, use_conv_bias=True, rms_norm=True)
