@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.training.rules import RULES, resumable_options
 from deltazoo.cli.terminal.options import (
     DEVICE_HELP,
@@ -158,7 +159,7 @@ def command(
             else:
                 read = deltazoo.TrainConfig(**read_config(config, settings, changes))
                 if stack is None and read.model is None:
-                    raise typer.BadParameter("give a FILE or a PRESET, model in --config, or --resume FOLDER")
+                    raise ConfigError("give a FILE or a PRESET, model in --config, or --resume FOLDER")
                 out = out or Path("runs") / Path(stack or str(read.model)).stem
                 training = deltazoo.train(stack, out, text, read, until, report_progress, trust, on_point)
     except TrainingInterrupted as interrupted:

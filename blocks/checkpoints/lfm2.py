@@ -23,7 +23,7 @@ MLP = parts.MlpNames("w1", "w3", "w2")
 
 def sizes(config: HubConfig) -> dict[str, Any]:
     """Return the sizes of the stack."""
-    tied = config.get("tie_word_embeddings", config.get("tie_embedding", True))
+    tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     return decoder.sizes(config, NAMES) | {"tied": tied}
 
 

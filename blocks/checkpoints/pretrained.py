@@ -59,7 +59,7 @@ def read_spec(folder: str | Path) -> Source:
             raise
         problem = str(error) if isinstance(error, DeltazooError) else f"a field has a wrong value: {error}"
         raise ConfigError(
-            f"{Path(folder) / CONFIG}: {problem.rstrip('.')}; the last fields read: {config.last_read()}"
+            f"{file or Path(folder) / CONFIG}: {problem.rstrip('.')}; the last fields read: {config.last_read()}"
         ) from error
     config.check_all_read((*found.ignored, "quantization_config"))
     return Source(spec, found, Origin(found.written_as or model_type, config.kept()), read_blocks(values))
@@ -204,7 +204,7 @@ def _read_rule(
             finite[name] = [all_finite(tensor)]
             for piece, source in packed.split(tensor, rule.sizes).items():
                 targets[piece].copy_(source)
-            narrower = dtype.itemsize < tensor.element_size()
+            narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
             if narrower and all(finite[name]) and not all(all_finite(row) for row in rows):
                 problems.append(f"{name} has values that {dtype} cannot hold")
     return tensors

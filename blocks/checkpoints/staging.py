@@ -27,14 +27,15 @@ class Staging:
         self._wait()
         self._allocate(tensors)
         copies: dict[str, Tensor] = {}
-        on_gpu = False
+        devices = set()
         for name, tensor in tensors.items():
             local, copy = _local(tensor), self._copies[name]
-            on_gpu |= local.is_cuda
+            if local.is_cuda:
+                devices.add(local.device)
             copy.copy_(local.detach(), non_blocking=local.is_cuda)
             copies[name] = _as_sharded(copy, tensor) if isinstance(tensor, DTensor) else copy
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
         return copies
 
     def release(self) -> None:

@@ -204,7 +204,8 @@ class TensorFiles:
         try:
             entries = self._open_pickled(path) if path.suffix in (".bin", ".pth") else self._open_safetensors(path)
         except Exception as error:  # of a damaged file: each reader has its own
-            self.problems.append(f"the file {path.name} is damaged: {str(error).splitlines()[0]}")
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.problems.append(f"the file {path.name} is damaged or cannot be read: {reason}")
             return
         yield from entries
 

@@ -44,7 +44,8 @@ def _rule(field: str, value: Any, example: Any, least: int) -> _Rule:
 
 def _integer(field: str, value: Any, least: int) -> _Rule:
     least = max(least, int(any(word in field for word in _POSITIVE)))
-    most = _MOST if "layer" in field or "expert" in field else 2**63 - 1
+    counts = ("layer" in field or "expert" in field) and not field.endswith("_size")
+    most = _MOST if counts else 2**63 - 1
     rule = f"an integer of at least {least}" if type(value) is not int or value < least else f"at most {most:,}"
     return type(value) is int and least <= value <= most, rule
 

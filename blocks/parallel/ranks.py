@@ -29,7 +29,7 @@ class Ranks:
     Attributes:
         rank, size: of this process, and their number. Rank 0 writes files and prints.
         mesh: "data" x "context"; None: one process.
-        control: a gloo group for objects and for the writer of checkpoints, whose thread needs a group of its own.
+        control, writers: gloo groups for objects, and for the thread that writes checkpoints.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
@@ -163,7 +163,10 @@ class _ReportedOnce:
                 sys.stderr.write(f"deltazoo: {error}\n")
         elif _is_lost_connection(error):
             if not launched_here() and self._is_reporter("lost connection"):
-                sys.stderr.write(f"deltazoo: rank {os.environ.get('RANK')} lost the connection to another process\n")
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                sys.stderr.write(
+                    f"deltazoo: rank {os.environ.get('RANK')} lost the connection to another process: {reason}\n"
+                )
             sys.stderr.flush()
             os._exit(LOST_CONNECTION)
         else:

@@ -174,7 +174,7 @@ def _modelling_files() -> Iterable[ModuleType]:
         for folder in [] if spec is None else spec.submodule_search_locations or []:
             path = f"{folder}/modeling_{info.name}.py"
             try:
-                with open(path) as source:
+                with open(path, encoding="utf-8") as source:
                     text = source.read()
             except OSError:
                 continue

@@ -40,6 +40,7 @@ class Bamba(Family):
         mlp = layers[0].mlp
         assert isinstance(mlp, Dense)
         attention = decoder.attention_config(decoder.first_attention(spec), spec.width)
+        attention["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         return {
             **decoder.sizes_config(spec),
             **{field: value for field, value in attention.items() if field != "head_dim"},

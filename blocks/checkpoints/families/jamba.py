@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from deltazoo.backends.io.errors import ConfigError
 from deltazoo.blocks.checkpoints import decoder, parts
 from deltazoo.blocks.checkpoints.families.bamba import NAMES
 from deltazoo.blocks.checkpoints.family import Family, HubConfig
@@ -91,7 +92,9 @@ class Jamba(Family):
 
     @staticmethod
     def _places(config: HubConfig, field: str, period: int, offset: int) -> range:
-        start, step = config.get(f"{field}_offset", offset), config.get(f"{field}_period", period)
+        start, step = config.get(f"{field}_offset", offset), config.get(f"{field}_period", period, least=1)
+        if start >= step:
+            raise ConfigError(f"config.json: {field}_offset must be less than {field}_period = {step}, got {start}")
         return range(start, config["num_hidden_layers"], step)
 
     @staticmethod

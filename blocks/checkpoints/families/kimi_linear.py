@@ -44,7 +44,7 @@ class KimiLinear(Family):
             ),
         }
         default = [i + 1 for i in range(depth) if i and i % 4 == 0]
-        places = linear.get("full_attn_layers", like=[]) or default  # counted from 1
+        places = linear.get("full_attn_layers", default)  # counted from 1
         mlps = sparse.mlps(config, scale=1.0, groups=1, active_groups=1)
         attends = [i + 1 in places for i in range(depth)]
         return {**decoder.sizes(config), **sparse.layers(config, mixers, mlps, attends, dense=1)}

@@ -23,8 +23,7 @@ class Qwen3(Family):
         types = config.layer_types(["full_attention"] * config["num_hidden_layers"])
         if other := {*types} - {"full_attention"}:
             raise ConfigError(f"config.json: layer_types must be 'full_attention' for Qwen3, got {sorted(other)}")
-        layer = decoder.attention(config, qk_norm="head", **config.rotary())
-        layer = layer.model_copy(update={"head_width": config.get("head_dim", HEAD_WIDTH)})
+        layer = decoder.attention(config, HEAD_WIDTH, qk_norm="head", **config.rotary())
         return decoder.attention_stack(config, layer)
 
     def config(self, spec: ModelSpec) -> dict[str, Any]:
