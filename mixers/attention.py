@@ -320,7 +320,8 @@ class AttentionMixer(Mixer):
         buffers = cache.pages if isinstance(cache, PagedCache) else cache
         if buffers.k.shape[2:] != expected or buffers.v.shape != buffers.k.shape:
             raise StateError(
-                f"the cache must have key-value heads and head width {expected}, got {list(buffers.k.shape)}"
+                f"the cache must have key-value heads and head width {expected}, got k {list(buffers.k.shape)} and "
+                f"v {list(buffers.v.shape)}"
             )
         if isinstance(cache, PagedCache) and context.verify:
             return  # drafted tokens beyond the pages are not stored

@@ -23,7 +23,7 @@ class RWKV6(HeadConfig):
 
     name: ClassVar[str] = "rwkv6"
     family: ClassVar[str] = "RWKV"
-    purpose: ClassVar[str] = "a decay per channel that depends on the token; matrix states"
+    purpose: ClassVar[str] = "data-dependent decay; matrix states"
     source: ClassVar[str] = "Peng 2024, arXiv 2404.05892"
     oracle: ClassVar[str] = "its equation, token by token in float64"
     heads: int | None = Field(default=None, ge=1, description="key heads; None: width // 64, at least 1")

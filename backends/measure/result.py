@@ -31,7 +31,7 @@ class BenchConfig(FrozenConfig):
         graphs: time replays of CUDA graphs; a backend that cannot be captured gets a row with the reason.
     """
 
-    directions: tuple[Direction, ...] = DIRECTIONS
+    directions: tuple[Direction, ...] = Field(default=DIRECTIONS, min_length=1)
     device: str = "cpu"
     dtype: Dtype = "float32"
     rounds: int = Field(default=20, ge=MIN_ROUNDS)
@@ -167,9 +167,10 @@ class Benchmark(BaseModel):
     def matrix(self) -> Table:
         """Return a table of medians with a row per case and a column per backend."""
         rows = []
-        for case, group_of_case in groupby(self.rows, self._case):
+        for _, rows_of_case in groupby(self.rows, lambda row: (row.mixer, row.shape, row.direction)):
+            group_of_case = [*rows_of_case]
             medians = {row.backend: three_digits(row.median_ms) for row in group_of_case if row.median_ms is not None}
-            rows.append([*case, *(medians.get(backend, "-") for backend in self.backends)])
+            rows.append([*self._case(group_of_case[0]), *(medians.get(backend, "-") for backend in self.backends)])
         title, width = self._case_column()
         columns = [*title, *(f">{backend}" for backend in self.backends)]
         legend = [("figures", "median, ms"), ("-", "did not run")]

@@ -79,7 +79,7 @@ def partial_line(measured: int, missing: int) -> str:
 
 
 def three_digits(x: float) -> str:
-    """Format a figure with three digits, or more if it is large, without an exponent."""
+    """Format a figure with three digits, or more if it is large."""
     return f"{x:.0f}" if x >= 999.5 else f"{x:.3g}"
 
 

@@ -39,7 +39,7 @@ class FusedDecodeStep(NamedTuple):
         taps: W of the short convolution; 0 means none.
         scale_v_by_dt: multiply the values by dt; needs decay "head".
         decay_bound: lower bound of the log decay (negative); None means none.
-        temperature: root of the sigmoid that is the decay; None: the decay is none. Not with `decay_bound`.
+        temperature: root of the sigmoid that is the decay; None: another form of the decay. Not with `decay_bound`.
         norm: norm of the output; "" means none.
         eps: of the norm.
         gate: activation of the output gate; "" means no gate.

@@ -64,8 +64,7 @@ class _GluLinear(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph: differentiable again
 
             def plain(hidden_R2F: Tensor, weight_DF: Tensor) -> Tensor:
-                gate_RF, up_RF = hidden_R2F.chunk(2, 1)
-                return torch.mm(activate(gate_RF, ctx.activation) * up_RF, weight_DF.t())
+                return torch.mm(_differentiable_glu(hidden_R2F, ctx.activation), weight_DF.t())
 
             return (*plain_gradients(plain, (hidden_R2F, weight_DF), dy_RD), None)
         d_hidden_R2F, h_RF = glu_backward(hidden_R2F, torch.mm(dy_RD, weight_DF), ctx.activation)

@@ -39,7 +39,7 @@ class UpdateSpec(FrozenConfig):
         S_t  = S~_t + k_t (w_t * v_t - R_t^T (b_t * e_t))^T
         o_t  = scale S_t^T q_t, or scale S_{t-1}^T q_t with read="before"
 
-    transition="additive" drops the erase term; "dplr" replaces it by + b_t (a_t^T S_{t-1})^T, with operands a and b.
+    transition="additive" drops the erase term; "dplr" replaces it by + b_t (S_{t-1}^T a_t)^T, with operands a and b.
     With householders=n each token takes n such steps. The decay applies to the first step, and the output is read
     after the last.
 

@@ -183,15 +183,15 @@ def backward(x: LevelOperands, d_o: Tensor, d_final: Tensor | None, launch: Leve
     return gradients._replace(q=dq, k=dk)
 
 
-def step_(x: LevelOperands, states: Tensor, seen: Tensor, counts: Tensor, launch: LevelLaunch = LAUNCH) -> Tensor:
+def step_(x: LevelOperands, states: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
     """Decode one token per row, updating the states [B, L - 1, HV, K, V] in place. Returns o [B, 1, HV, V]."""
     (H, K), (HV, V) = x.q.shape[2:], x.v.shape[2:]
     o = torch.empty_like(x.v)
-    BV = min(launch.step, power_of_two(V))
+    BV = min(LAUNCH.step, power_of_two(V))
     KP = power_of_two(K)
     constants = {"H": H, "HV": HV, "K": K, "V": V, "L": x.weights.shape[-1], "KP": KP, "BV": BV}
     tensors = x._asdict() | {"states": states, "seen": seen, "counts": counts, "o": o}
-    run = launcher(level_step_kernel, tensors, constants, Options(limit_warps(launch.step_warps, KP * BV)))
+    run = launcher(level_step_kernel, tensors, constants, Options(limit_warps(LAUNCH.step_warps, KP * BV)))
     run(x.q.shape[0] * HV * cdiv(V, BV), {})
     return o
 
