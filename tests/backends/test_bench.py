@@ -249,3 +249,11 @@ def test_comparison_names_what_became_worse(tmp_path):
         read_earlier(path).compare(bench(GATED, [TINY[3]], ["reference"], QUICK))
     with pytest.raises(ConfigError, match=r"measured with device .*, which does not compare with H100"):
         read_earlier(path).check(before.config, before.environment.model_copy(update={"device": "H100"}))
+
+
+def test_a_pack_has_a_row_of_its_own_beside_rows_of_equal_sizes():
+    shapes = [Shape("rows", 1, 8, 1, 1, 4, 4), Shape("pack", 1, 8, 1, 1, 4, 4, lengths=(3, 5))]
+    config = QUICK.model_copy(update={"directions": ("forward",)})
+    assert len(bench(GATED, shapes, ["reference"], config).matrix().rows) == 2
+    with pytest.raises(ValueError, match="directions"):
+        BenchConfig(directions=())

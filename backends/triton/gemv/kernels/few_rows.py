@@ -26,9 +26,9 @@ class FewRowsTraits(NamedTuple):
 
     Args:
         D: width of x. MAPS, N, FIRST: as in `GemvTraits`. TILES: tiles of the maps before each, and of all.
-        ROWS: rows of the weights of a program; with a gate, half of them are gates. COLUMNS: the power of two from M on,
-            at least 16. BLOCK: inputs that a program reads at a time. STAGES: blocks in flight. SPLITS: programs of a
-            tile; with more than one, y is their sums. SPAN: inputs of a program, a multiple of BLOCK.
+        ROWS: rows of the weights of a program; with a gate, half of them are gates. COLUMNS: the power of two from M
+            on, at least 16. BLOCK: inputs that a program reads at a time. STAGES: blocks in flight.
+        SPLITS: programs of a tile; with more than one, y is their sums. SPAN: inputs of a program, a multiple of BLOCK.
         X_STRIDE: elements from row to row of x. PLACE: the first number of x that each map reads, a multiple of UNIT
             bytes. BIASES, BIASED, TAPS, TAP_BIAS, TAP_SILU: as in `GemvTraits`. OVERLAP: see device/overlap.py.
     """
