@@ -197,3 +197,7 @@ class _Expand(torch.autograd.Function):
 
 
 differentiate_exported("grouped_product", lambda x, weight, ends: _GroupedLinear.apply(x, weight.mT, ends))
+differentiate_exported(
+    "grouped_product_of_rows",
+    lambda x, rows, weight, ends: _GroupedLinear.apply(x.index_select(0, rows), weight.mT, ends),
+)

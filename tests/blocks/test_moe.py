@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import JambaConfig, KimiLinearConfig, NemotronHConfig, Qwen3NextConfig
 from transformers.models.jamba.modeling_jamba import JambaSparseMoeBlock
@@ -14,7 +14,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from deltazoo.backends.ops.grouped import grouped_linear
+from deltazoo.backends.ops.grouped import Copies, grouped_linear, grouped_linear_of_copies
 from deltazoo.blocks.model.moe import MoE, MoEMlp
 from deltazoo.blocks.spec.stack_spec import StackSpec
 from deltazoo.mixers import Context
@@ -271,3 +271,25 @@ def test_grouped_linear_off_the_cpu_equals_a_product_per_group(monkeypatch):
     monkeypatch.setattr(module, "_runs_by_rows", lambda x: False)
     torch.testing.assert_close(module._product(x, weight, ends), expected[0])
     torch.testing.assert_close(module._outer_products(grad, x, ends), expected[1])
+
+
+class _MapOfCopies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+        return grouped_linear_of_copies(x, Copies(order, order.argsort(), 2), self.weight, ends)
+
+
+@pytest.mark.graphs
+def test_an_exported_map_of_copies_has_gradients() -> None:
+    generator = torch.Generator().manual_seed(1)
+    module, order = _MapOfCopies(), torch.randperm(12, generator=generator)
+    inputs = torch.randn(6, 4, generator=generator), order, torch.tensor([5, 12], dtype=torch.int32)
+    results = []
+    for call in (module, torch.export.export(module, inputs, strict=False).module()):
+        x = inputs[0].clone().requires_grad_()
+        y = call(x, *inputs[1:])
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, *call.parameters()))))
+    torch.testing.assert_close(*results)
