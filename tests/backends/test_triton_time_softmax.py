@@ -211,7 +211,8 @@ def test_other_calls_give_their_reason() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.skipif(INTERPRETED, reason="needs Triton's compiler, not its interpreter")
-@pytest.mark.parametrize(("packed", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_sum_the_tokens_of_a_chunk_without_other_threads(
     packed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
