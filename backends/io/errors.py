@@ -175,6 +175,11 @@ class _ShortRepr(reprlib.Repr):
         return f"an integer of {x.bit_length()} bits" if x.bit_length() > 256 else repr(x)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def cut(value: object) -> str:
     """Return `repr(value)` cut to a length that fits a message."""
     text = _ShortRepr().repr(value)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from deltazoo.backends.io.errors import ConfigError, cut, file_errors
+from deltazoo.backends.io.errors import ConfigError, cut, file_errors, first_line
 from deltazoo.backends.io.json_text import json_object
 from deltazoo.blocks.checkpoints.fp8 import SCALE, Blocks, dequantize, scale_problem
 
@@ -204,8 +204,7 @@ class TensorFiles:
         try:
             entries = self._open_pickled(path) if path.suffix in (".bin", ".pth") else self._open_safetensors(path)
         except Exception as error:  # of a damaged file: each reader has its own
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self.problems.append(f"the file {path.name} is damaged or cannot be read: {reason}")
+            self.problems.append(f"the file {path.name} is damaged or cannot be read: {first_line(error)}")
             return
         yield from entries
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from deltazoo.backends.io.errors import ConfigError, DeltazooError
+from deltazoo.backends.io.errors import ConfigError, DeltazooError, first_line
 from deltazoo.blocks.parallel.config import ParallelConfig
 from deltazoo.blocks.parallel.launch import LOST_CONNECTION, launched_here
 
@@ -163,10 +163,8 @@ class _ReportedOnce:
                 sys.stderr.write(f"deltazoo: {error}\n")
         elif _is_lost_connection(error):
             if not launched_here() and self._is_reporter("lost connection"):
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                sys.stderr.write(
-                    f"deltazoo: rank {os.environ.get('RANK')} lost the connection to another process: {reason}\n"
-                )
+                rank, reason = os.environ.get("RANK"), first_line(error)
+                sys.stderr.write(f"deltazoo: rank {rank} lost the connection to another process: {reason}\n")
             sys.stderr.flush()
             os._exit(LOST_CONNECTION)
         else:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deltazoo.backends.io.errors import first_line
 from deltazoo.backends.torch_ext.custom_op import operator
 from deltazoo.backends.triton.support import Options
 from deltazoo.backends.triton.tiles import cdiv, power_of_two
@@ -48,7 +49,7 @@ def _mapping_error(group: dist.ProcessGroup) -> str | None:
     try:
         _map(group, 1, torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
-        return f"torch cannot map the memory of the other GPUs: {str(error).splitlines()[0]}"
+        return f"torch cannot map the memory of the other GPUs: {first_line(error)}"
     return None
 
 
@@ -67,7 +68,7 @@ def _place() -> Place:
         found: Any = torch._C._distributed_c10d
         links = found._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix[device]
     except (AttributeError, RuntimeError) as error:
-        return Place(socket.gethostname(), device, f"torch cannot detect NVLink: {str(error).splitlines()[0]}")
+        return Place(socket.gethostname(), device, f"torch cannot detect NVLink: {first_line(error)}")
     return Place(socket.gethostname(), device, list(links))
 
 
