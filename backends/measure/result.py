@@ -167,10 +167,9 @@ class Benchmark(BaseModel):
     def matrix(self) -> Table:
         """Return a table of medians with a row per case and a column per backend."""
         rows = []
-        for _, rows_of_case in groupby(self.rows, lambda row: (row.mixer, row.shape, row.direction)):
-            group_of_case = [*rows_of_case]
+        for case, group_of_case in groupby(self.rows, lambda row: (row.mixer, row.shape, row.direction)):
             medians = {row.backend: three_digits(row.median_ms) for row in group_of_case if row.median_ms is not None}
-            rows.append([*self._case(group_of_case[0]), *(medians.get(backend, "-") for backend in self.backends)])
+            rows.append([*self._joined(self.place(*case)), *(medians.get(backend, "-") for backend in self.backends)])
         title, width = self._case_column()
         columns = [*title, *(f">{backend}" for backend in self.backends)]
         legend = [("figures", "median, ms"), ("-", "did not run")]

@@ -40,7 +40,7 @@ def refusals(q: Tensor) -> list[str]:
 
 
 def rotate(x: RotaryOperands) -> Rotated:
-    """Rotate q and k, of which `refusals` is []; differentiable once. Sums of angles are exact modulo 2 pi."""
+    """Rotate q and k, if `refusals(q)` is []; differentiable once. Sums of angles are exact modulo 2 pi."""
     run = (
         _Rotate.apply
         if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)

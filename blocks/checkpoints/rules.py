@@ -136,7 +136,7 @@ Side = str | Mapping[str, str | Packed]
 
 
 def rule(ours: Side, theirs: Side, sizes: Mapping[str, int] | None = None, precise: bool = False) -> Rule:
-    """Create a rule. As a side, "x" stands for {"x": "all"}; as a value, "q k" stands for Packed("q k").
+    """Create a rule. ours="x" is short for ours={"x": "all"}, and {"x": "q k"} for {"x": Packed("q k")}.
 
     rule("head.weight", "lm_head.weight")
     rule({"to_qkv.weight": "q k v"}, {"q_proj.weight": "q", "k_proj.weight": "k", "v_proj.weight": "v"}, sizes)
